@@ -5,8 +5,9 @@
 
 The figures are microseconds a product, of one recorded graph of many, over weights in turn that are more than caches
 hold. The shapes are those of an 8B layer. A tile has rows of x, rows of the weight and blocks loaded ahead, as
-`PackedTile` has them, and `+128` for at most 128 registers; `served` is what serves. --check instead compares the bits
-of each tile with those of wide products of unpacked weights.
+`PackedTile` has them, and `+128` for at most 128 registers; `served` is what serves, and `registers` what serves where
+weights do not come ahead through shared memory. --check instead compares the bits of each tile with those of wide
+products of unpacked weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
 from adapters.models.kernels.cuda.kernels import CudaWeight, TritonKernels
@@ -30,6 +32,7 @@ from adapters.models.kernels.cuda.packed import (
     choose_packed_tile,
     multiply_narrow,
 )
+from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.numerics.synthetic import random_matrix
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
@@ -51,13 +54,23 @@ PRODUCTS = 200  # of a graph, about
 
 
 def tile_of(name: str, count: int, weight: CudaPackedMatrix) -> PackedTile:
-    shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
-    served = choose_packed_tile(count, weight.pieces, weight.block_form.block, shared)
-    if name == "served":
+    device = triton.runtime.driver.active.utils.get_device_properties(0)
+    served = choose_packed_tile(count, weight, device["multiprocessor_count"], device["max_shared_mem"])
+    if name in {"served", "registers"}:
         return served
     sizes, _, registers = name.partition("+")
     rows, columns, ahead = map(int, sizes.split("x"))
     return PackedTile(rows, columns, ahead, served.warps, int(registers) if registers else None)
+
+
+def multiply(
+    kernels: TritonKernels, name: str, x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: bool
+) -> None:
+    """Multiply with the tile of this name."""
+    if name == "served" and kernels.traits.capability.has_hopper_kernels and comes_ahead(len(x), weight, x.dtype):
+        multiply_ahead(x, weight, out, gated=gated, pdl=kernels.pdl)
+    else:
+        multiply_narrow(x, weight, out, tile_of(name, len(x), weight), gated=gated, pdl=kernels.pdl)
 
 
 def kernels_of() -> TritonKernels:
@@ -99,7 +112,7 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
             total += expected.numel()
             for tile in tiles:
                 out = torch.full_like(expected, float("nan"))
-                multiply_narrow(x[7:][:count], weight, out, tile_of(tile, count, weight), gated=gated, pdl=kernels.pdl)
+                multiply(kernels, tile, x[7:][:count], weight, out, gated=gated)
                 wrong[tile] += int((out.view(torch.int16) != expected.view(torch.int16)).sum())
     return [{"format": name, "tile": tile, "differing": wrong[tile], "of": total} for tile in tiles]
 
@@ -143,9 +156,11 @@ def measured(name: str, counts: list[int], tiles: list[str], shapes: list[str], 
                 row[shape] = size_of(weights[0]) / speed * 1e6
                 continue
             x = torch.randn(count, columns, device=DEVICE).to(DTYPE)
-            out, tile = x.new_empty(count, outputs // (1 + gated)), tile_of(label, count, weights[0])
-            how: dict[str, Any] = {"gated": gated, "pdl": kernels.pdl}
-            row[shape] = seconds_each([partial(multiply_narrow, x, one, out, tile, **how) for one in weights]) * 1e6
+            out = x.new_empty(count, outputs // (1 + gated))
+            bodies: list[Callable[[], Any]] = [
+                partial(multiply, kernels, label, x, one, out, gated=gated) for one in weights
+            ]
+            row[shape] = seconds_each(bodies) * 1e6
     return [row | {"layer": sum(row[shape] for shape in shapes)} for row in found.values()]
 
 

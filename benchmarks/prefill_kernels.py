@@ -2,11 +2,9 @@
 
     python -m benchmarks.prefill_kernels [--record] [--rows 1024]
 
-Attention and products run as they serve on this device, as on a GPU without kernels of its own (`plain`), and, where
-there are kernels for Hopper, attention also as the candidate of `benchmarks.candidates`. All must give the same bits. A
-candidate has run less than what serves, so give this command a time limit. Products are compared with torch's as well,
-which are a library's, and their bits with ours. Weights lie in several copies, so that they come from memory and not
-from the cache.
+Attention and products run as they serve on this device, and as on a GPU without kernels of its own (`plain`). Both must
+give the same bits. Products are compared with torch's as well, which are a library's. Weights lie in several copies, so
+that they come from memory and not from the cache.
 
 Launches are recorded in a graph, as a server's are, because the host needs longer to launch a small product than the
 GPU to compute it. A graph is replayed for a while before it is timed, so that the GPU is as fast as its power limit
@@ -30,7 +28,6 @@ from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from benchmarks.arguments import benchmark_parser
-from benchmarks.candidates.launches import make_candidates
 from benchmarks.cuda_model import DEVICE, DTYPE
 from benchmarks.results import publish
 from effects.ids import PAGE
@@ -95,12 +92,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def make_kernels() -> dict[str, TritonKernels]:
-    """Return the kernels that serve here, those of any other GPU, and the candidates if this GPU is a Hopper."""
+    """Return the kernels that serve here, and those of any other GPU."""
     kernels = {"serving": TritonKernels(DEVICE), "plain": TritonKernels(DEVICE)}
     kernels["plain"].products.hopper = False
     kernels["plain"]._attention.hopper = False  # noqa: SLF001 - no option says this
-    if kernels["serving"].traits.capability.has_hopper_kernels:
-        kernels["candidate"] = make_candidates(DEVICE)
     return kernels
 
 
@@ -125,7 +120,6 @@ def measure_product(rows: int, columns: int, depth: int, gated: bool) -> dict[st
         following = cycle(operands)
         return measure_us(lambda: multiply(next(following)))
 
-    every.pop("candidate", None)  # there is none for products
     outs = {name: kernels.linear(x, packed[0]) for name, kernels in every.items()}
     if not gated:
         outs["torch"] = x @ weights[0].T

@@ -16,7 +16,7 @@ from adapters.models.decoder.expert_products import list_expert_matrices
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.layers.feed_forward import Matrix
 from adapters.models.kernels.factory import explain_missing_library
-from adapters.models.kernels.formats.packed_formats import PANEL, has_packed_kernel
+from adapters.models.kernels.formats.packed_formats import PANEL, count_device_bits, has_packed_kernel
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Weight
 from adapters.models.open_checkpoint import EXPERTS, Checkpoint
 from engine.loading.memory.device_survey import Placement, host_memory
@@ -123,5 +123,5 @@ def list_packed_tensors(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype
         both = [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
         alike = {layouts.get(one) for one in both} == {layout}
         if layout is not None and alike and has_packed_kernel(layout, shape[1], dtype):
-            found[name] = math.ceil(math.prod(shape) * layout.bits / 8)
+            found[name] = math.ceil(math.prod(shape) * count_device_bits(layout) / 8)
     return found

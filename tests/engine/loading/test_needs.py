@@ -35,6 +35,7 @@ from tests.models.checkpoints import save_qwen3
 
 CONFIG = Checkpoint.open(demo.FOLDER).config
 CPU, F32 = torch.device("cpu"), torch.float32
+FOUR_BITS = 4.25  # of a weight with a scale and a least step for 128 columns, which a GPU keeps in one word
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
     layouts["model.layers.0.mlp.down_proj.weight"] = other
     kept = [name for name in layouts if not ("1.mlp" in name and "down" not in name) and layouts[name] != other]
     counts = {name: math.prod(shapes[name]) for name in kept}
-    expected = plain - sum(count * (2 - four.bits / 8) for count in counts.values())
+    expected = plain - sum(count * (2 - FOUR_BITS / 8) for count in counts.values())
     assert estimate_weights(config, bf16, gpu, whole, layouts) == pytest.approx(expected)
     assert estimate_weights(config, F32, gpu, whole, layouts) == 2 * plain
     layouts["model.embed_tokens.weight"] = eight  # its head is packed, in addition to the table
@@ -180,7 +181,7 @@ def test_packed_experts_take_their_own_room_of_a_gpu_but_not_in_host_memory() ->
     plain, packed = (
         estimate_weights(config, torch.bfloat16, torch.device("cuda"), range(2), own) for own in ({}, layouts)
     )
-    assert packed == pytest.approx(plain - numbers * (2 - four.bits / 8))
+    assert packed == pytest.approx(plain - numbers * (2 - FOUR_BITS / 8))
     assert leave_out_experts({**layouts, "lm_head.weight": four}) == {"lm_head.weight": four}
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from tests.models.kernels.gluon_instructions import run_instructions
 
-# Where kernels are: these packages are imported once more, with this machine in place of Triton.
-KERNELS = ("adapters.models.kernels.triton", "benchmarks.candidates")
+# Where kernels are: this package is imported once more, with this machine in place of Triton.
+KERNELS = "adapters.models.kernels.triton"
 PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 
@@ -547,8 +547,9 @@ def _make_modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def _in_place_of_triton() -> Iterator[None]:
-    parents = [(import_module(package), own) for package, _, own in (name.rpartition(".") for name in KERNELS)]
-    real = [vars(parent).get(own) for parent, own in parents]
+    package, _, own = KERNELS.rpartition(".")
+    parent = import_module(package)
+    real = vars(parent).get(own)
     kept = dict(sys.modules)
     for name in kept:
         if name.split(".")[0] == "triton" or name.startswith(KERNELS):
@@ -559,11 +560,10 @@ def _in_place_of_triton() -> Iterator[None]:
     finally:
         sys.modules.clear()
         sys.modules.update(kept)
-        for (parent, own), module in zip(parents, real, strict=True):
-            if module is None:
-                vars(parent).pop(own, None)
-            else:
-                vars(parent)[own] = module
+        if real is None:
+            vars(parent).pop(own, None)
+        else:
+            vars(parent)[own] = real
 
 
 def load_kernels(name: str) -> ModuleType:

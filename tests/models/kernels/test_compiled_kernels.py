@@ -58,7 +58,7 @@ BODIES = {
     "products in float16": compiled.multiply(torch.float16, 128, 4, 64, 1024),
     "products in float32": compiled.multiply(torch.float32, 128, 4, 64, 1024),
     **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 16, 64, 1024) for name, one in LAYOUTS.items()},
-    **{f"{name} in one chain": compiled.multiply_packed(LAYOUTS[name], 16384, 4, 16, 64) for name in ("Q4_K", "FP8")},
+    **{f"{name} in one chain": compiled.multiply_packed(one, 16384, 4, 16, 64) for name, one in LAYOUTS.items()},
     **{f"attention, heads of {head}": compiled.attend(head, 4, 64, 1024) for head in HEADS},
     **{f"attention, int8, heads of {head}": compiled.attend(head, 4, 1024, rows=torch.int8) for head in HEADS},
     **{
@@ -114,6 +114,16 @@ def test_a_product_with_packed_weights_compiles_with_and_without_instructions_fo
         kernels.linear(compiled.make(4, 512), kernels.pack(weight))
 
     check(target, multiply, cache)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("target", "name"), [("sm_90", "packed_ahead"), ("sm_89", "packed_narrow")])
+def test_weights_of_many_outputs_come_ahead_on_hopper_only(target, name, cache):
+    traits = compiled.TARGETS[target]
+    with compiled.compile_for(traits, cache) as found:
+        compiled.multiply_packed(LAYOUTS["AWQ"], 16384, 4)(compiled.TritonKernels(compiled.CPU, traits=traits))
+    assert {kernel.name for kernel in found.kernels} == {name}
+    assert all(kernel.shared <= traits.shared for kernel in found.kernels)
 
 
 @pytest.mark.long

@@ -354,7 +354,13 @@ AHEAD = [  # type, numbers of a head, heads of a key head, rows of a page, rule
     (torch.bfloat16, 64, 8, PAGE, SINKS),
     (torch.bfloat16, 64, 8, 0, evolve(SINKS, window=128)),
     (torch.bfloat16, 64, 8, OF_WINDOW, evolve(SINKS, window=128)),
+    *((torch.bfloat16, 256, group, page, PLAIN) for group in (2, 6) for page in (0, PAGE)),
     (torch.bfloat16, 64, 3, OF_WINDOW, AttentionRule(300)),
+    (torch.bfloat16, 128, 3, 0, AttentionRule(300)),
+    (torch.bfloat16, 128, 4, OF_WINDOW, AttentionRule(1024)),
+    (torch.bfloat16, 256, 1, OF_WINDOW, AttentionRule(300)),
+    (torch.bfloat16, 256, 2, OF_WINDOW, AttentionRule(1024)),
+    (torch.float16, 256, 2, OF_WINDOW, AttentionRule(1024)),
     (torch.float16, 64, 8, OF_WINDOW, AttentionRule(1024)),
 ]
 
@@ -471,9 +477,15 @@ def test_chains_of_keys_that_come_ahead_are_attended_as_those_that_do_not(geomet
     table = torch.randperm(slots * capacity // PAGE, generator=make_generator(3, DEVICE), device=DEVICE).to(torch.int32)
     table = table.view(slots, capacity // PAGE) if pages else None
     shape = (slots * capacity // PAGE, kv, PAGE, head) if pages else (slots, kv, capacity, head)
-    for spans in ([(0, 256)], [(0, 1), (63, 200), (255, 2)], [(100, 129), (0, 7), (256, 64)], [(capacity - 500, 500)]):
+    for spans in (
+        [(0, 256)],
+        [(0, 1), (63, 200), (255, 2)],
+        [(100, 129), (0, 7), (256, 64)],
+        [(capacity - 500, 500)],
+        [(700, 1024)],
+    ):
         rows = sum(count for _, count in spans)
-        bucket = next(one for one in (256, 512) if one >= rows)
+        bucket = next(one for one in (256, 512, 1024) if one >= rows)
         k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
         for slot, (start, count) in enumerate(spans):  # rows that were never written may hold anything
             number, row = divmod(start + count, PAGE)

@@ -24,11 +24,13 @@ from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
 from adapters.models.open_checkpoint import DECIDING
 from tests.models import hybrids
+from tests.models.kernels.cuda_numbers import unpack_for_cuda
 
 triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
+triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -92,7 +94,7 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(ke
     both = kernels.pack_gated(stack_of(*matrices, dtype=dtype))
     assert isinstance(one, triton_packed.CudaStack)
     assert isinstance(both, triton_packed.CudaStack)
-    plain = [matrix.unpack(dtype).to(DEVICE) for matrix in matrices]
+    plain = [unpack_for_cuda(matrix, dtype).to(DEVICE) for matrix in matrices]
     x = inputs(max(ROWS), columns, dtype)
     expected = multiply_in_pieces(kernels, x, plain[0], one.parts[0])
     pair = kernels.pack_gated(torch.cat(plain)).weight
@@ -114,12 +116,20 @@ def test_sums_that_cancel_have_the_same_bits_with_every_tile(kernels, monkeypatc
     x, matrix = make_cancelling_packed((64, 200, columns), layout, torch.bfloat16)
     x = x.to(DEVICE)
     (part,) = kernels.pack(stack_of(matrix)).parts
-    expected = multiply_in_pieces(kernels, x, matrix.unpack(torch.bfloat16).to(DEVICE), part)
+    expected = multiply_in_pieces(kernels, x, unpack_for_cuda(matrix, torch.bfloat16).to(DEVICE), part)
     rooms = (99 << 10, kernels.traits.shared)  # the smallest GPUs', and this one's
     for count, shared in itertools.product((1, 4, 16, 32, 64), rooms):
-        tile = triton_packed.choose_packed_tile(count, part.pieces, part.block_form.block, shared)
+        # A device of few processors, on which three programs at a time save a round, and this one.
+        for processors in (5, kernels.traits.processors):
+            tile = triton_packed.choose_packed_tile(count, part, processors, shared)
+            out = torch.full_like(expected[:count], float("nan"))
+            triton_packed.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
+            assert same_bits(out, expected[:count])
+    if not kernels.traits.capability.has_hopper_kernels or not triton_ahead.comes_ahead(1, part, torch.bfloat16):
+        return
+    for count in (1, 4, 7, 8):
         out = torch.full_like(expected[:count], float("nan"))
-        triton_packed.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
+        triton_ahead.multiply_ahead(x[:count], part, out, gated=False, pdl=kernels.pdl)
         assert same_bits(out, expected[:count])
 
 
@@ -168,7 +178,7 @@ def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
     matrix = random_matrix((40_040, 2048), Q4_K, "head", DEVICE)
     assert triton_packed.SCRATCH_BYTES < 40_040 * 2048 * 2
     one, two = kernels.pack(stack_of(matrix)), kernels.pack_gated(stack_of(matrix, matrix))
-    plain, x = matrix.unpack(torch.bfloat16), inputs(300, 2048)
+    plain, x = unpack_for_cuda(matrix, torch.bfloat16), inputs(300, 2048)
     assert one.parts[0].pieces == 1
     assert same_bits(kernels.linear(x, one), kernels.linear(x, kernels.pack(plain)))
     assert same_bits(

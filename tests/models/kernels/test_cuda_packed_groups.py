@@ -27,6 +27,7 @@ from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import random_matrix
 from tests.models.checkpoints import same_bits
+from tests.models.kernels.cuda_numbers import unpack_for_cuda
 
 triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
@@ -40,6 +41,7 @@ BF16 = torch.bfloat16
 Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
 LAYOUTS = {
     "Q4_K": Q4_K,
+    "Q5_K": StepLayout("int8", 32, per=8, inner=True, least="own"),
     "Q6_K": StepLayout("int8", 16, per=16, inner=True),
     "Q8_0": StepLayout("int8", 32),
     "IQ4_XS": StepLayout("iq4", 32, per=8, inner=True),
@@ -113,12 +115,12 @@ class PackedLayer:
 def multiply_unpacked(layer: PackedLayer, number: int, part: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The products of an expert's unpacked weights with all rows: gated ones, and those behind them."""
     each = layer.matrices[number]
-    pair = layer.kernels.pack_gated(torch.cat([each[one].unpack(BF16) for one in ("gate", "up")])).weight
+    pair = layer.kernels.pack_gated(torch.cat([unpack_for_cuda(each[one], BF16) for one in ("gate", "up")])).weight
     gated = x.new_empty(len(x), layer.shape.inner)
     layer.kernels.products.multiply(x, pair, gated, gated=True, piece=part.piece)
     down = layer.stacked.down.parts[0]
     out = x.new_empty(len(x), x.shape[1])
-    layer.kernels.products.multiply(gated, each["down"].unpack(BF16), out, gated=False, piece=down.piece)
+    layer.kernels.products.multiply(gated, unpack_for_cuda(each["down"], BF16), out, gated=False, piece=down.piece)
     return gated, out
 
 

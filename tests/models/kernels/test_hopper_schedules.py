@@ -1,11 +1,9 @@
-"""Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU.
-
-Among them is a candidate, which no server launches.
-"""
+"""Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 import pytest
 import torch
@@ -33,15 +31,11 @@ maximum, exp2, fma, add_up = (OPERATIONS[name] for name in ("maximum", "exp2", "
 
 
 HOPPER = "adapters.models.kernels.triton.hopper"
-CHAINS = {
-    f"{HOPPER}.hopper_chain": "attend_chain_ahead",
-    "benchmarks.candidates.chain_overlapped": "attend_chain_overlapped",
-}
 
 
-@pytest.fixture(scope="module", params=CHAINS)
-def attend_chain(request):
-    return getattr(load_kernels(request.param), CHAINS[request.param])
+@pytest.fixture(scope="module")
+def attend_chain():
+    return load_kernels(f"{HOPPER}.hopper_chain").attend_chain_ahead
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +122,9 @@ def merge(acc: Tensor, sums: Tensor, spans: list[tuple[int, int]], window: int, 
     for row, last in enumerate(start + at for start, count in spans for at in range(count)):
         folded = nothing
         for split in range(max(0, last - window + 1) // SPLIT if window else 0, last // SPLIT + 1):
-            peak, total = sums[row, :, split].unbind(1)
-            folded = fold(folded, block(acc[row, :, split]), block(peak), block(total))
+            place = split % acc.shape[2]
+            peak, total = sums[row, :, place].unbind(1)
+            folded = fold(folded, block(acc[row, :, place]), block(peak), block(total))
         if sinks is not None:
             folded = fold(folded, nothing[0], block(sinks) * 1.4426950408889634, block(torch.ones(heads)))
         found[row] = (folded[0] / folded[2][:, None]).to(BF16)
@@ -154,13 +149,14 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 8), (256, 6)])
+@pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head, group, pages, seed):
     """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
-    rows = consumers * (64 // group)
+    parts = group // gcd(group, 64 * consumers)
+    rows = 64 * consumers * parts // group
     spans = [[(0, 1), (255, 2), (500, 9)], [(62, 3), (320, 5), (511, 10)]][seed]
     bucket = 32
     slots = len(spans)
@@ -180,9 +176,9 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head,
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        attend_chain, (len(tiles) * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
-        HEADS=kv * group, KV=kv, GROUP=group, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
+        HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
         V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
     )  # fmt: skip
     row = 0
@@ -230,7 +226,7 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
     merges = case.merges and all(count == 1 for _, count in spans)
     head, window, page = case.head, case.window, case.page
     kv, group, padded, capacity, bucket = 1, 3, 4, 1024, 4
-    slots, most = len(spans), capacity // SPLIT
+    slots, most = len(spans), (window + 64 // padded - 2) // SPLIT + 2 if window else capacity // SPLIT
     keys, values = (normal(slots, kv, capacity, head, seed=seed) for seed in (1, 2))
     for slot, (start, count) in enumerate(spans):
         for cache in (keys, values):
@@ -334,7 +330,7 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
                 chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
                 Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
                 Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, HEADS=group, KV=1,
-                GROUP=group, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False, PAGE=0,
+                GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False, PAGE=0,
                 num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import MXFP4, TABLES, PackedMatrix, StackedWeight, StepLayout
@@ -50,7 +51,7 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
     count = block // 16
     bits = 32 // count
     places = torch.arange(count)
-    if layout.steps == "e2m1":
+    if layout.steps in {"e2m1", "uint4", "int4"}:
         places = places // 2 + places % 2 * 4  # pairs lie 16 bits apart
     found = lanes.unsqueeze(-1) >> (places * bits) & (1 << bits) - 1
     # Of each 16 columns lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
@@ -124,9 +125,7 @@ def test_every_tile_covers_whole_pieces(layout: StepLayout, outputs: int, column
     if columns % layout.span:
         columns = columns // layout.span * layout.span
     small = triton_packed.pack_steps(random_matrix((8, columns), layout, "w"), CPU, converts_e4m3=False)
-    weight = triton_packed.CudaPackedMatrix(
-        layout, outputs, columns, small.words, small.scale, small.inner, small.least, small.own, small.converts_e4m3
-    )
+    weight = evolve(small, outputs=outputs, columns=columns)
     blocks = weight.piece // weight.block_form.block
     assert blocks * weight.block_form.block == weight.piece
     tiles = [triton_groups.choose_packed_group_tile(pairs, 32, weight) for pairs in (1, 32, 256, 512, 1024, 1 << 16)]

@@ -1,7 +1,7 @@
 """Kernels of packed weights run from their own source, without a GPU: every format, number of rows, and kernel.
 
 Their launches are those that serve. So this shows that words and levels are read where they were put, and that
-instructions make the numbers that unpacking at load gives.
+instructions make the numbers that `unpack_for_cuda` makes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import torch
 from attrs import asdict, evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
+from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.numerics.synthetic import random_matrix
+from tests.models.kernels.cuda_numbers import unpack_for_cuda
 from tests.models.kernels.gluon_machine import Descriptor, NumberType, Pointer, launch, load_kernels
+from tests.models.kernels.test_packed_levels import LAYOUTS
 
 triton_packed = pytest.importorskip(
     "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
 )
+triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
 triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,22 +32,8 @@ pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
-LAUNCHERS = {f"{ROOM}.packed": triton_packed, f"{ROOM}.packed_groups": triton_groups}
-LAYOUTS = {
-    "Q4_K": StepLayout("uint4", 32, per=8, inner=True, least="own"),
-    "Q5_K": StepLayout("int8", 32, per=8, inner=True, least="own"),
-    "Q6_K": StepLayout("int8", 16, per=16, inner=True),
-    "Q8_0": StepLayout("int8", 32),
-    "Q4_0": StepLayout("int4", 32),
-    "IQ4_XS": StepLayout("iq4", 32, per=8, inner=True),
-    "AWQ": StepLayout("uint4", 128, least="scale"),
-    "AWQ by 16": StepLayout("uint4", 16, least="scale"),
-    "int8 by 64": StepLayout("int8", 64, scale="bfloat16", least="scale"),
-    "int8 by 128": StepLayout("int8", 128, scale="float32"),
-    "FP8": StepLayout("e4m3", 128, scale="float32"),
-    "FP8 by 64": StepLayout("e4m3", 64, scale="bfloat16"),
-    "MXFP4": MXFP4,
-}
+LAUNCHERS = {f"{ROOM}.packed": triton_packed, f"{ROOM}.hopper.hopper_packed": triton_ahead}
+LAUNCHERS[f"{ROOM}.packed_groups"] = triton_groups
 
 
 def convert(value: Any, forms: Any) -> Any:
@@ -62,7 +51,7 @@ def convert(value: Any, forms: Any) -> Any:
 @pytest.fixture(autouse=True)
 def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches run on the machine. Return the names of kernels that ran."""
-    forms, ran = load_kernels(f"{ROOM}.packed_numbers"), list[str]()
+    forms, ran = load_kernels(f"{ROOM}.packed_levels"), list[str]()
     for name, launcher in LAUNCHERS.items():
         module = load_kernels(name)
 
@@ -96,7 +85,7 @@ def make_x(rows: int, columns: int) -> Tensor:
 def pack(layout: StepLayout, outputs: int, columns: int, *, converts: bool = True) -> tuple[Any, Tensor]:
     """Return a packed matrix, and its numbers."""
     matrix = random_matrix((outputs, columns), layout, "w")
-    return triton_packed.pack_steps(matrix, CPU, converts_e4m3=converts), matrix.unpack(BF16)
+    return triton_packed.pack_steps(matrix, CPU, converts_e4m3=converts), unpack_for_cuda(matrix, BF16)
 
 
 @pytest.mark.parametrize("converts", [True, False], ids=["instruction", "bits"])
@@ -118,10 +107,22 @@ def test_few_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLay
         packed, numbers = pack(layout, 24, columns)
         x = make_x(rows, columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-        tile = triton_packed.choose_packed_tile(rows, packed.pieces, packed.block_form.block, 227 << 10)
-        out = torch.full((rows, 24), float("nan"), dtype=BF16)
-        triton_packed.multiply_narrow(x, packed, out, tile, gated=False, pdl=None)
-        assert torch.equal(out, expected), columns
+        for processors in (1, 132):
+            tile = triton_packed.choose_packed_tile(rows, packed, processors, 227 << 10)
+            out = torch.full((rows, 24), float("nan"), dtype=BF16)
+            triton_packed.multiply_narrow(x, packed, out, tile, gated=False, pdl=None)
+            assert torch.equal(out, expected), (columns, processors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, layout: StepLayout) -> None:
+    monkeypatch.setattr(triton_packed, "FEW", 0)
+    for columns in (768, 1280):
+        packed, numbers = pack(layout, 72, columns // layout.span * layout.span)
+        x = make_x(5, packed.columns)
+        out = torch.full((5, 72), float("nan"), dtype=BF16)
+        triton_ahead.multiply_ahead(x, packed, out, gated=False, pdl=True)
+        assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
 
 
 @pytest.mark.parametrize("pairs", [8, 16])
@@ -129,12 +130,13 @@ def test_few_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLay
 def test_pairs_of_experts_are_multiplied_with_the_numbers_of_theirs(layout: StepLayout, pairs: int) -> None:
     """Expert 1 of three has five pairs, and expert 2 has three."""
     matrices = [random_matrix((40, 1024), layout, f"expert {number}") for number in range(3)]
-    each = [(triton_packed.pack_steps(one, CPU, converts_e4m3=True), one.unpack(BF16)) for one in matrices]
+    each = [(triton_packed.pack_steps(one, CPU, converts_e4m3=True), unpack_for_cuda(one, BF16)) for one in matrices]
     first = each[0][0]
-    names = ("words", "scale", "inner", "least", "own")
-    levels = {name: [getattr(packed, name) for packed, _ in each] for name in names}
-    found = {name: torch.stack(own) for name, own in levels.items() if own[0] is not None}
-    stacked = evolve(first, **found)
+    stacked = evolve(
+        first,
+        words=torch.stack([packed.words for packed, _ in each]),
+        levels=torch.stack([packed.levels for packed, _ in each]),
+    )
     x = make_x(8, 1024)
     order = torch.tensor([3, 0, 7, 5, 2, 1, 6, 4], dtype=torch.int32)
     tiles = torch.tensor([[1, 0, 5, 0], [2, 5, 3, 0], [0, 0, 0, 0]], dtype=torch.int32)
@@ -155,9 +157,9 @@ def test_gates_and_what_they_gate_are_multiplied_together(on_the_machine: list[s
     kernels = pytest.importorskip("adapters.models.kernels.cuda.kernels").TritonKernels(CPU)
     both = kernels.pack_gated(StackedWeight(tuple(matrices), BF16, CPU)).parts[0]
     x = make_x(4, 1024)
-    gate, up = (multiply(x, one.unpack(BF16), both.pieces, both.piece).to(BF16).float() for one in matrices)
+    gate, up = (multiply(x, unpack_for_cuda(one, BF16), both.pieces, both.piece).to(BF16).float() for one in matrices)
     out = torch.full((4, 16), float("nan"), dtype=BF16)
-    tile = triton_packed.choose_packed_tile(4, both.pieces, both.block_form.block, 227 << 10)
+    tile = triton_packed.choose_packed_tile(4, both, 132, 227 << 10)
     triton_packed.multiply_narrow(x, both, out, tile, gated=True, pdl=None)
     silu = (gate / (1 + torch.exp(-gate.double()).float())).to(BF16).float()
     assert torch.equal(out, (silu * up).to(BF16))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import gcd
 from typing import Any
 
 import torch
@@ -48,16 +49,19 @@ CHAIN_AHEAD = {
     128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
-AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
-PLAIN_AHEAD = (64, 128)  # sizes of heads for which splits are loaded ahead
-RULED_AHEAD = (64,)  # likewise with windows and sinks; decision 047 says why no others
+# For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
+# heads of 256 take all of it, and have eight warps.
+AHEAD = {
+    64: {"K_STAGES": 4, "V_STAGES": 3},
+    128: {"K_STAGES": 4, "V_STAGES": 3},
+    256: {"K_STAGES": 3, "V_STAGES": 3},
+}
 
 
-def list_sizes_ahead(rule: AttentionRule) -> Collection[int]:
-    """Return the sizes of heads for which splits are loaded ahead under a rule."""
-    if rule.is_plain:
-        return PLAIN_AHEAD
-    return () if rule.cap or rule.latent else RULED_AHEAD
+def count_splits(capacity: int, window: int, rows: int) -> int:
+    """Return how many splits a tile of up to `rows` rows has at most. window: see `AttentionRule`."""
+    every = count_parts(capacity, SPLIT)
+    return min(every, (window + rows - 2) // SPLIT + 2) if window else every
 
 
 @define(eq=False)
@@ -105,17 +109,17 @@ class CudaAttention:
         share = count_shares(heads // kv, query_tile)
         kv *= share
         padded = round_up_to_power(heads // kv)
-        splits = count_parts(capacity, SPLIT)
+        of_tile = query_tile // padded
+        splits = count_splits(capacity, rule.window, of_tile)
         out = q.new_empty(bucket, heads, size)
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
         if chained and share == 1 and rule.is_plain and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
-        ahead = not chained and share == 1 and self._can_run_ahead(q, k_cache, list_sizes_ahead(rule))
-        of_tile = query_tile // padded
+        ahead = not chained and share == 1 and not (rule.cap or rule.latent) and self._can_run_ahead(q, k_cache, AHEAD)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
-        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, rule.window if ahead else 0), slots)
+        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
         shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT}
         shape["PAGE"] = page_size(k_cache, batch)
@@ -130,7 +134,8 @@ class CudaAttention:
             launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
             return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         acc, sums = self._scratch(heads, splits, size)
-        programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
+        # While one program of a processor computes, the rows of the other one come.
+        programs = min(limit * splits * kv, self.processors if ahead and head > 128 else 2 * self.processors)
         assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
@@ -138,9 +143,9 @@ class CudaAttention:
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
-            options = AHEAD | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
+            options = AHEAD[head] | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
             options["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
-            options |= self._options(4)
+            options |= self._options(8 if head > 128 else 4)
             last = (self._partial_counts(kv), out, sinks)
             launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
         else:
@@ -170,10 +175,12 @@ class CudaAttention:
         group = heads // kv
         options = CHAIN_AHEAD[head]
         consumers = options["CONSUMERS"]
-        tiles = self.planner.find_tiles(batch, TileKind(consumers * (64 // group)), slots)
+        at_once = 64 * consumers  # heads of a program
+        parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
+        tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
         launch(
             hopper_chain.attend_chain_ahead,
-            (len(tiles) * kv,),
+            (len(tiles) * parts * kv,),
             q,
             *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in (k_cache, v_cache)),
             tiles,
@@ -185,6 +192,7 @@ class CudaAttention:
             HEADS=heads,
             KV=kv,
             GROUP=group,
+            PARTS=parts,
             SPLIT=SPLIT,
             **options,
             PAGE=page_size(k_cache, batch),

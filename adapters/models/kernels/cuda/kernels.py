@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
@@ -77,7 +77,7 @@ class TritonKernels:
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-3"
+    name = "triton-4"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = True
@@ -97,7 +97,7 @@ class TritonKernels:
         own = (traits.processors, traits.shared, self.pdl)
         self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
         self.products = CudaProducts(*own, can.has_hopper_kernels, can.takes_plain_pointers)
-        self._packing = CudaPacking(self.device, *own, can.converts_e4m3)
+        self._packing = CudaPacking(self.device, *own, can.converts_e4m3, can.has_hopper_kernels)
         self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers, can.has_hopper_kernels)
 
     @property
@@ -132,16 +132,9 @@ class TritonKernels:
     def pack_gated(self, weight: Tensor | StackedWeight, activation: str = SILU) -> CudaWeight | CudaStack:
         assert activation in self.built_in_gates
         if isinstance(weight, StackedWeight):
-            return self._pack_gated_stack(weight, activation) or self.pack_gated(weight.unpack(), activation)
+            return self._packing.pack_gated(weight, activation) or self.pack_gated(weight.unpack(), activation)
         gate, up = weight.chunk(2)
         return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, GATES[activation])
-
-    def _pack_gated_stack(self, weight: StackedWeight, activation: str) -> CudaStack | None:
-        """Return a packed stack, or None. Products with packed weights have no other gate than SiLU built in."""
-        if activation == SILU:
-            return self._packing.pack_gated(weight)
-        found = self._packing.pack_stack(weight, self._pack)
-        return None if found is None else evolve(found, activation=activation)
 
     def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         if isinstance(packed, CudaStack):
@@ -152,10 +145,7 @@ class TritonKernels:
         return out
 
     def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
-        found = self.linear(x, packed)
-        if isinstance(packed, CudaStack) and packed.activation:
-            return self.apply_gate(packed.activation, found, None)
-        return found
+        return self.linear(x, packed)
 
     def apply_gate(self, activation: str, both: Tensor, bias: Tensor | None) -> Tensor:
         return apply_gate(activation, both, bias, None, self.pdl)

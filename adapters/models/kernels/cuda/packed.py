@@ -18,12 +18,13 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
-from adapters.models.kernels.activations import GATES, SILU
+from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
-from adapters.models.kernels.triton.packed_numbers import BlockForm
+from adapters.models.kernels.triton.packed_levels import LARGEST_SCALE, BlockForm
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
@@ -36,30 +37,30 @@ _AHEAD = 256  # columns that each warp loads ahead
 _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
+_LOW = 16  # rows of the weight that a program with pieces has
 _ROOMY = 200 << 10  # bytes of shared memory
 # The largest scales that are kept. Those of E2M1 are stored 2 ** 127 times as great. Those of E4M3 are stored 2 ** 120
-# times as great on devices without instructions for it.
-_LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0}
+# times as great on devices without instructions for it. Those of whole steps are stored as they are, and multiplied
+# with great powers of two.
+_LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0, "uint4": LARGEST_SCALE, "int4": LARGEST_SCALE, "int8": LARGEST_SCALE}
+_PAIRED = {"e2m1", "uint4", "int4"}
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_HELD = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 @frozen(eq=False)
 class CudaPackedMatrix:
     """A packed matrix as `triton/packed.py` reads it, or those of all experts of a layer, one behind the other.
 
-    columns: of x; the words may have zeros behind them.
+    columns: of x; the words may have zeros behind them. levels: int32 `[rows / 8, columns / 128, planes, 8]`, as
+    `arrange_levels` makes them.
     """
 
     layout: StepLayout
     outputs: int
     columns: int
     words: Tensor
-    scale: Tensor
-    inner: Tensor | None
-    least: Tensor | None
-    own: Tensor | None
+    levels: Tensor
     converts_e4m3: bool
 
     @property
@@ -78,31 +79,22 @@ class CudaPackedMatrix:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the layout. A tensor that the layout does not have is replaced by the words, which are never
-        read in its place.
-        """
-        levels = (self.scale, self.inner, self.least, self.own)
-        return [self.words, *(self.words if one is None else one for one in levels)]
+        return [self.words, self.levels]
 
     @property
     def block_form(self) -> BlockForm:
-        own = self.layout
-        scale = _NUMBERS[self.layout.scale]
-        levels = (own.group, own.span, scale, own.inner, own.least)
-        return BlockForm(own.steps, block_columns(own), *levels, self.converts_e4m3)
+        return form_of(self.layout, converts_e4m3=self.converts_e4m3)
 
 
 @frozen(eq=False)
 class CudaStack:
     """A weight made of parts, one below the other, at least one of them packed. gated: see `CudaWeight`; there is one
-    part then. widths: outputs of each part. activation: of gates that follow the product, whose rows come before those
-    of what they let through; empty: none.
+    part then. widths: outputs of each part.
     """
 
     parts: tuple[Any, ...]
     widths: tuple[int, ...]
     gated: int = 0
-    activation: str = ""
 
 
 def find_only_part(weight: Any) -> CudaPackedMatrix | None:
@@ -122,7 +114,7 @@ class Multiply(Protocol):
 @define(eq=False)
 class CudaPacking:
     """Packs and multiplies weights of one device. Its scratch memory is kept for good, because recorded graphs hold
-    its address. converts_e4m3: see `CudaCapability`.
+    its address. converts_e4m3, hopper: see `CudaCapability`.
     """
 
     device: torch.device
@@ -130,6 +122,7 @@ class CudaPacking:
     shared: int
     pdl: bool | None
     converts_e4m3: bool
+    hopper: bool
     _scratch: Tensor | None = field(init=False, default=None)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
@@ -144,15 +137,15 @@ class CudaPacking:
         filled = (plain(joined.unpack_part(part)) if own is None else own for own, part in pairs)
         return CudaStack(tuple(filled), tuple(part.shape[0] for part in joined.parts))
 
-    def pack_gated(self, stack: StackedWeight) -> CudaStack | None:
-        """Return a gate by SiLU and what it gates, packed alike, or None where they are to be unpacked."""
+    def pack_gated(self, stack: StackedWeight, activation: str) -> CudaStack | None:
+        """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
         gate, up = stack.parts
         if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:
             return None
         pairs = zip(gate.tensors, up.tensors, strict=True)
         both = (None if one is None or two is None else torch.stack((one, two), 1).flatten(0, 1) for one, two in pairs)
         own = self._pack_matrix(PackedMatrix(gate.layout, *both), stack.dtype)  # type: ignore[arg-type]
-        return None if own is None else CudaStack((own,), (own.outputs,), GATES[SILU])
+        return None if own is None else CudaStack((own,), (own.outputs,), GATES[activation])
 
     def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> CudaPackedMatrix | None:
         if not has_packed_kernel(matrix.layout, matrix.shape[1], dtype):
@@ -169,8 +162,10 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
+            elif self.hopper and comes_ahead(len(x), part, x.dtype):
+                multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
-                tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
+                tile = choose_packed_tile(len(x), part, self.processors, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
@@ -211,24 +206,22 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
         piece = matrix.steps[first * _SIDE : (first + step) * _SIDE].to(device)
         words[first : first + step].copy_(arrange_words(piece, layout))
 
-    def levels(one: Tensor | None, group: int) -> Tensor | None:
-        return None if one is None else _arrange_levels(one.to(device), group, block, words.shape[1])
+    whole = evolve(matrix, layout=layout, scale=scale)
+    levels = arrange_levels(whole, form_of(layout, converts_e4m3=converts), device)
+    return CudaPackedMatrix(layout, rows, columns, words, levels, converts)
 
-    scales = levels(scale, layout.span)
-    assert scales is not None
-    inner = levels(matrix.inner, layout.group)
-    least = levels(matrix.least, layout.group)
-    return CudaPackedMatrix(
-        layout, rows, columns, words, scales, inner, least, levels(matrix.own, layout.span), converts
-    )
+
+def form_of(layout: StepLayout, *, converts_e4m3: bool) -> BlockForm:
+    levels = (layout.group, layout.span, _NUMBERS[layout.scale], layout.inner, layout.least)
+    return BlockForm(layout.steps, block_columns(layout), *levels, converts_e4m3)
 
 
 def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     """Arrange steps `[rows, K]` as int32 words `[rows / 8, K / block, 128]`, filled up with zeros.
 
     Of each of eight rows, each of four lanes has four words. Word c of lane t takes the block's columns from c *
-    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In E2M1 the
-    first number of each pair is in the lower half of a word, and the second one in the upper half.
+    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Of numbers that
+    are computed in pairs, the first of each pair is in the lower half of a word, and the second one in the upper half.
     """
     block = block_columns(layout)
     (rows, columns) = steps.shape
@@ -238,7 +231,7 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     each = block // 16
     lanes = steps.view(-1, _SIDE, steps.shape[1] // block, 4, each // 4, 2, 4, 2)  # ..., word, 16, half, lane, pair
     lanes = lanes.permute(0, 2, 1, 6, 3, 4, 5, 7).reshape(len(lanes), -1, 128, each)
-    if layout.steps == "e2m1":
+    if layout.steps in _PAIRED:
         pairs = lanes.view(*lanes.shape[:-1], 2, 2, 2)  # bytes of each half of a word, numbers of a byte, halves
         lanes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).transpose(-2, -1).flatten(-2)
     elif each == 8:
@@ -246,22 +239,28 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     return lanes.contiguous().view(torch.int32).squeeze(-1)
 
 
-def _arrange_levels(levels: Tensor, group: int, block: int, blocks: int) -> Tensor:
-    """Arrange scales or minima as `[rows / 8, numbers, 8]`. Those of a block's groups are joined in one number, so
-    that one load brings them; whole numbers are then stored 128 greater.
+def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) -> Tensor:
+    """Arrange all levels as int32 `[rows / 8, columns / 128, planes, 8]`, those of 128 columns together.
 
-    Groups of 16 of 128 columns take two numbers: the first halves of all words, and the second halves.
+    Whole numbers are stored 128 greater. Where a block has numbers for each 16 columns, those of the first 16 of each
+    32 come first.
     """
-    held = block // group
-    if held > 1:
-        levels = pad(levels.view(_WHOLE[levels.itemsize]), (0, blocks * held - levels.shape[1]))
-        levels = levels ^ -128 if levels.dtype == torch.int8 else levels
-        if held == 8:
-            levels = levels.view(len(levels), -1, 4, 2).transpose(2, 3).flatten(1)
-            held = 4
-        levels = levels.contiguous().view(_HELD[held * levels.itemsize * 8])
-    levels = pad(levels, (0, 0, 0, -len(levels) % _SIDE))
-    return levels.view(len(levels) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
+    rows, columns = matrix.shape
+    records = -(-columns // _ALIGNED)
+    found = torch.zeros(-(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=device)
+    at = 0
+    for name, (bits, count) in form.held.items():
+        level = getattr(matrix, name).to(device)
+        level = level ^ -128 if level.dtype == torch.int8 else level
+        if name in {"scale", "own"}:
+            level = level.repeat_interleave(max(1, form.span // _ALIGNED), 1)
+        level = pad(level.view(_WHOLE[level.itemsize]), (0, records * count - level.shape[1]))
+        if form.find_share(name).is_twofold:
+            level = level.view(rows, -1, 4, 2).transpose(2, 3)
+        size = bits * count // 8
+        found[:rows, :, at : at + size] = level.reshape(rows, records, count).view(torch.uint8)
+        at += size
+    return found.view(torch.int32).view(-1, _SIDE, records, form.planes).permute(0, 2, 3, 1).contiguous()
 
 
 @frozen
@@ -278,17 +277,30 @@ class PackedTile:
     registers: int | None = None
 
 
-def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> PackedTile:
-    """Choose the tile of a packed product of this many rows. block: columns of a block of the weight. shared: bytes of
-    shared memory that a program may have.
+def choose_packed_tile(count: int, weight: CudaPackedMatrix, processors: int, shared: int) -> PackedTile:
+    """Choose the tile of a packed product of this many rows. processors: of the device. shared: bytes of shared memory
+    that a program may have.
 
     A thread's registers hold the words that are on their way, so their number is given: the compiler would take fewer
     and request words later. 32 rows of eight pieces need more shared memory than small GPUs have.
     """
-    rows = 8 if count <= 8 else 16 if count <= 16 or (pieces > 1 and shared < _ROOMY) else 32
-    if pieces > 1:
-        return PackedTile(rows, 16, _AHEAD // block, registers=128 if rows <= 16 else None)
-    return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
+    rows = 8 if count <= 8 else 16 if count <= 16 or (weight.pieces > 1 and shared < _ROOMY) else 32
+    block = weight.block_form.block
+    if weight.pieces == 1:
+        return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
+    if rows == 8 and saves_round(count_parts(weight.outputs, _LOW), processors):
+        return PackedTile(rows, _LOW, 1, registers=80)
+    return PackedTile(rows, _LOW, _AHEAD // block, registers=128 if rows <= 16 else None)
+
+
+def saves_round(programs: int, processors: int) -> bool:
+    """Return whether programs of 80 registers run in fewer rounds than those of 128.
+
+    A processor has 65,536 registers. So it has two programs of 256 threads with 128 registers at a time, and three with
+    80, which request half as many words ahead. With 132 processors and 6,144 outputs, the last of 384 programs would
+    have to wait until others have ended.
+    """
+    return count_parts(programs, 3 * processors) < count_parts(programs, 2 * processors)
 
 
 def multiply_narrow(

@@ -23,7 +23,7 @@ from adapters.models.kernels.triton.online_softmax import NOTHING, absorb_tile, 
 
 @triton.jit
 def _close_split(at, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD: tl.constexpr):
-    """Complete a split: fold it into the splits before, or leave it in memory as number `at` of its rows."""
+    """Complete a split: fold it into the splits before, or leave it in memory at place `at` of its rows."""
     if FOLD:
         all_acc, all_peak, all_total = fold_split(acc, peak, total, all_acc, all_peak, all_total)
     else:
@@ -53,6 +53,7 @@ def _walk(
     position,
     scale,
     to,
+    split_limit,
     real,
     acc_ptr,
     sums_ptr,
@@ -101,8 +102,9 @@ def _walk(
         )  # fmt: skip
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
-                at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
-            )
+                at // SPLIT % split_limit, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr,
+                sums_ptr, FOLD,
+            )  # fmt: skip
             acc = no_acc
             peak = nothing
             total = no_total
@@ -119,15 +121,17 @@ def _walk(
         )  # fmt: skip
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
-                at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
-            )
+                at // SPLIT % split_limit, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr,
+                sums_ptr, FOLD,
+            )  # fmt: skip
             acc = no_acc
             peak = nothing
             total = no_total
     if tl.cdiv(stop, BLOCK_N) * BLOCK_N % SPLIT != 0:
         all_acc, all_peak, all_total = _close_split(
-            (stop - 1) // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
-        )
+            (stop - 1) // SPLIT % split_limit, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr,
+            sums_ptr, FOLD,
+        )  # fmt: skip
     return all_acc, all_peak, all_total
 
 
@@ -194,7 +198,7 @@ def attend_chain(
         start = lowest_key(first, WINDOW) // BLOCK_N * BLOCK_N
         acc, peak, total = _walk(
             q, q_rest, k_desc, v_desc, k_scales, v_scales, rest_desc, base, pages, key_head, start, last + 1, first,
-            last, position, scale, at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV // SHARE,
+            last, position, scale, at, 1, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV // SHARE,
             PAGE, K_KIND, V_KIND, K_APART, V_APART, WINDOW, CAP, REST,
         )  # fmt: skip
         if SINKS:
@@ -248,20 +252,14 @@ def attend_splits(
 
     Each split leaves a partial: acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums
     float32 `[bucket, HEADS, split_limit, 2]`. How the splits are dealt out changes nothing, because each starts
-    afresh.
+    afresh. split_limit: the most splits that a tile has. Split s of a row is at place s % split_limit. WINDOW: tiles
+    were planned for it.
     """
     if PDL:
         gdc_launch_dependents()
     t = tl.arange(0, LIMIT)
-    if WINDOW > 0:  # a tile has the splits from that of the first key that it sees on
-        of_first = tl.load(tiles_ptr + t * 8 + 3, t < tile_limit, -1)
-        of_last = of_first + tl.load(tiles_ptr + t * 8 + 1, t < tile_limit, 0) - 1
-        seen = of_last // SPLIT - lowest_key(of_first, WINDOW) // SPLIT + 1
-        ends = tl.cumsum(tl.where((of_first >= 0) & (of_last >= of_first), seen, 0), 0)
-        items = tl.max(ends, 0) * KV
-    else:
-        ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
-        items = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
+    ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
+    items = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
     run = tl.cdiv(items, tl.num_programs(0))
     item = tl.program_id(0) * run
     stop_item = tl.minimum(item + run, items)
@@ -294,8 +292,8 @@ def attend_splits(
         start = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
         _walk(
             q, q_rest, k_desc, v_desc, k_scales, v_scales, rest_desc, base, pages, key_head, start, stop, first, last,
-            position, scale, at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False,
-            KV // SHARE, PAGE, K_KIND, V_KIND, K_APART, V_APART, WINDOW, CAP, REST,
+            position, scale, at * split_limit, split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION,
+            False, KV // SHARE, PAGE, K_KIND, V_KIND, K_APART, V_APART, WINDOW, CAP, REST,
         )  # fmt: skip
 
 
@@ -333,7 +331,7 @@ def merge(
         partials = ()
         for j in tl.static_range(AT_ONCE):
             s = group + j + tl.arange(0, 1)
-            at = head * split_limit + s
+            at = head * split_limit + s % split_limit
             acc = tl.load(acc_ptr + at[:, None] * HEAD + d, (s < splits)[:, None], 0.0)
             peak = tl.load(sums_ptr + at * 2, s < splits, NOTHING)
             total = tl.load(sums_ptr + at * 2 + 1, s < splits, 0.0)

@@ -15,49 +15,57 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton import linear
+from adapters.models.kernels.triton.barriers import program_barrier
+from adapters.models.kernels.triton.packed_levels import EXPONENT, is_scaled, share_of
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
 apply_gate = gluon.jit(linear.apply_gate.fn)
 
 
 @gluon.jit
-def _load_held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr):
-    """Load for each row the number that holds a block's groups; S selects the first or second 16 of each 32 columns."""
-    if GROUP >= BLOCK:
-        return gl.load(ptr + ((n >> 3) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + (n & 7))
-    if GROUP * 4 >= BLOCK:
-        return gl.load(ptr + ((n >> 3) * blocks + block) * 8 + (n & 7))
-    return gl.load(ptr + ((n >> 3) * (blocks * 2) + block * 2 + S) * 8 + (n & 7))
+def _load_level(ptr, n, block, records, NAME: gl.constexpr, SECOND: gl.constexpr, FORM: gl.constexpr):
+    """Load the words that hold a block's levels of one kind. SECOND: of the second 16 of each 32 columns."""
+    SHARE: gl.constexpr = share_of(FORM, NAME)
+    START: gl.constexpr = SHARE.first + SHARE.size if SECOND and SHARE.is_twofold else SHARE.first
+    at = ptr + ((n >> 3) * records + block * FORM.block // 128) * (FORM.planes * 8) + (START // 32 * 8) + (n & 7)
+    if SHARE.is_half and SHARE.size >= 32:
+        at += (block & 1) * (SHARE.size // 32 * 8)
+    low = gl.load(at)
+    if SHARE.is_half and SHARE.size < 32:
+        low = low >> ((block & 1) * SHARE.size)
+    high = low  # never read where one word is enough
+    if SHARE.size == 64:
+        high = gl.load(at + 8)
+    return low, high
 
 
 @gluon.jit
-def _levels(matrix, n, block, S: gl.constexpr, blocks, FORM: gl.constexpr):
-    _, scale_ptr, inner_ptr, least_ptr, own_ptr = matrix
-    scale = _load_held(scale_ptr, n, block, S, blocks, FORM.block, FORM.span)
+def _levels(ptr, n, block, records, SECOND: gl.constexpr, FORM: gl.constexpr):
+    scale = _load_level(ptr, n, block, records, "scale", SECOND, FORM)
     inner = scale
     least = scale
     own = scale  # never read where there are none
     if FORM.inner:
-        inner = _load_held(inner_ptr, n, block, S, blocks, FORM.block, FORM.group)
+        inner = _load_level(ptr, n, block, records, "inner", SECOND, FORM)
     if FORM.least != "":
-        least = _load_held(least_ptr, n, block, S, blocks, FORM.block, FORM.group)
+        least = _load_level(ptr, n, block, records, "least", SECOND, FORM)
     if FORM.least == "own":
-        own = _load_held(own_ptr, n, block, S, blocks, FORM.block, FORM.span)
+        own = _load_level(ptr, n, block, records, "own", SECOND, FORM)
     return scale, inner, least, own
 
 
 @gluon.jit
 def load_block(matrix, coordinates, block, blocks, FORM: gl.constexpr):
-    """Load a block of some rows in packed form. matrix: pointers to its words, scales, inner scales, minima, and
-    scales of those.
-    """
+    """Load a block of some rows in packed form. matrix: pointers to its words and its levels."""
     n, t, c = coordinates
-    words = gl.load(matrix[0] + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
-    first = _levels(matrix, n, block, 0, blocks, FORM)
+    words_ptr, levels_ptr = matrix
+    words = gl.load(words_ptr + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
+    records = gl.cdiv(blocks * FORM.block, 128)
+    first = _levels(levels_ptr, n, block, records, False, FORM)
     second = first
     if FORM.group * 4 < FORM.block:
-        second = _levels(matrix, n, block, 1, blocks, FORM)
-    return words, first, second
+        second = _levels(levels_ptr, n, block, records, True, FORM)
+    return words, (first, second)
 
 
 @gluon.jit
@@ -128,7 +136,7 @@ def next_x(x, x_ptr, ring, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.
     else:
         STAGES: gl.constexpr = ring.shape[0]
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        program_barrier()
         fetch_x(x_ptr, ring, at, step + STAGES - 1, each, depth, BLOCK)
         right = ring.index(step % STAGES).permute((0, 2, 1)).load(RIGHT)
     return right, x
@@ -159,12 +167,9 @@ def lanes_of(pieces, warps, rows):
 
 
 @gluon.jit(do_not_specialize=["rows", "blocks", "each"])
-def packed_narrow(  # noqa: PLR0912 - branches of constants
+def packed_narrow(
     words_ptr,
-    scale_ptr,
-    inner_ptr,
-    least_ptr,
-    own_ptr,
+    levels_ptr,
     x_ptr,
     out_ptr,
     rows,
@@ -199,7 +204,7 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     LANES: gl.constexpr = lanes_of(PIECES, num_warps, BLOCK_N)
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
-    matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
+    matrix = (words_ptr, levels_ptr)
     coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
     PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
     first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
@@ -240,7 +245,7 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
         coming = ()
         for ahead in gl.static_range(AHEAD):
             right, x = next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
-            w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+            w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
             block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
             coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
             acc = mma_v2(w, right, acc)
@@ -248,13 +253,25 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     last = (each - 1) // AHEAD * AHEAD
     for ahead in gl.static_range(AHEAD):
         right, x = next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
-        w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+        w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
     if STAGED:
         async_copy.wait_group(0)
-    total = add_pieces(acc, num_warps)
+    total = restore(add_pieces(acc, num_warps), dtype, FORM)
+    store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
+
+
+@gluon.jit
+def restore(total, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return sums of the numbers for sums of 2 ** -EXPONENT of them: the same bits but for the exponent."""
+    return total * (2.0**EXPONENT) if is_scaled(FORM, dtype) else total
+
+
+@gluon.jit
+def store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype: gl.constexpr, GATED: gl.constexpr):
+    """Store the sums `[rows of w, rows of x]` from row n0 of w and row m0 of x on."""
     if GATED:
-        gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
+        gate, up = gl.split(total.reshape((total.shape[0] // 2, 2, total.shape[1])).permute((0, 2, 1)))
         out = apply_gate(gate, up, dtype, GATED)
         n0 = n0 // 2
         columns = columns // 2
@@ -285,10 +302,7 @@ def add_pieces(acc, num_warps: gl.constexpr):
 @gluon.jit
 def unpack(
     words_ptr,
-    scale_ptr,
-    inner_ptr,
-    least_ptr,
-    own_ptr,
+    levels_ptr,
     out_ptr,
     first,
     stop,
@@ -307,8 +321,8 @@ def unpack(
     n0 = gl.program_id(0) * BLOCK_N
     block = gl.program_id(1)
     coordinates = locate_piece(first + n0, stop, BLOCK_N, LANES)
-    packed = load_block((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), coordinates, block, blocks, FORM)
-    found = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
+    packed = load_block((words_ptr, levels_ptr), coordinates, block, blocks, FORM)
+    found = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM, False).reshape((BLOCK_N, BLOCK)), ROWS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -25,24 +25,17 @@ from adapters.models.kernels.triton.packed import (
     load_x,
     locate_piece,
     next_x,
+    restore,
     split_pairs,
 )
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
 
 @gluon.jit
-def _matrix_of(pointers, apart, slot):
-    """Return the pointers to the weight of one expert. apart: from one expert to the next, in elements."""
+def _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot):
+    """Return the pointers to the weight of one expert. words_apart, levels_apart: from one expert to the next."""
     at = slot.to(gl.int64)
-    words, scale, inner, least, own = pointers
-    by_words, by_scale, by_inner, by_least, by_own = apart
-    return (
-        words + at * by_words,
-        scale + at * by_scale,
-        inner + at * by_inner,
-        least + at * by_least,
-        own + at * by_own,
-    )
+    return words_ptr + at * words_apart, levels_ptr + at * levels_apart
 
 
 @gluon.jit
@@ -65,20 +58,14 @@ def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constex
 @gluon.jit(do_not_specialize=["blocks", "each", "rounds"])
 def multiply_few(
     words_ptr,
-    scale_ptr,
-    inner_ptr,
-    least_ptr,
-    own_ptr,
+    levels_ptr,
     x_ptr,
     out_ptr,
     pairs_ptr,
     tiles_ptr,
     total_ptr,
     words_apart,
-    scale_apart,
-    inner_apart,
-    least_apart,
-    own_apart,
+    levels_apart,
     columns,
     depth,
     blocks,
@@ -122,8 +109,7 @@ def multiply_few(
         slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
-        pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
         coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
         held = ()
@@ -146,7 +132,9 @@ def multiply_few(
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
                     x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
-                    w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+                    w = gl.convert_layout(
+                        weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True
+                    )
                     after = step + (ahead + AHEAD)
                     wraps = after >= each  # the block belongs to the next round, whose rows may not exist
                     coordinates = locate_piece(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
@@ -154,26 +142,21 @@ def multiply_few(
                     coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
                     acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
                 held = coming
-            store_pairs(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
+            total = restore(add_pieces(acc, num_warps), dtype, FORM)
+            store_pairs(total, out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
 
 
 @gluon.jit(do_not_specialize=["blocks", "each"])
 def multiply_many(
     words_ptr,
-    scale_ptr,
-    inner_ptr,
-    least_ptr,
-    own_ptr,
+    levels_ptr,
     x_ptr,
     out_ptr,
     pairs_ptr,
     tiles_ptr,
     total_ptr,
     words_apart,
-    scale_apart,
-    inner_apart,
-    least_apart,
-    own_apart,
+    levels_apart,
     columns,
     depth,
     blocks,
@@ -210,8 +193,7 @@ def multiply_many(
         slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
-        pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
         held = load_block(matrix, coordinates, 0, blocks, FORM)
         if PDL:
@@ -232,9 +214,10 @@ def multiply_many(
             for step in range(start, gl.minimum(start + each, blocks)):
                 coming = load_block(matrix, coordinates, gl.minimum(step + 1, blocks - 1), blocks, FORM)
                 right, _ = next_x(step, x_ptr, ring, at, step, blocks, depth, False, BLOCK, RIGHT)
-                w = gl.convert_layout(weights_of(held, coordinates, dtype, FORM), LEFT, assert_trivial=True)
+                w = gl.convert_layout(weights_of(held, coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
                 acc = mma_v2(w, right, acc)
                 held = coming
             total = total + acc
         async_copy.wait_group(0)
-        store_pairs(add_pieces(total, num_warps), out_ptr, pairs_ptr, n0, count, columns, GATED)
+        found = restore(add_pieces(total, num_warps), dtype, FORM)
+        store_pairs(found, out_ptr, pairs_ptr, n0, count, columns, GATED)

@@ -3,7 +3,7 @@
 Words lie as the registers of the tensor cores need their numbers, so nothing moves between lanes. Of every 16 columns
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
 of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie
-side by side, block after block, and so do their levels, so that one load brings whole lines.
+side by side, block after block, so that one load brings whole lines. `packed_levels` says how their scales lie.
 
 Words of E2M1 (MXFP4) are an exception: both numbers of a pair are moved to bfloat16 by one instruction, so they lie 16
 bits apart.
@@ -11,37 +11,17 @@ bits apart.
 
 from __future__ import annotations
 
-from typing import Any
-
-from attrs import frozen
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@frozen
-class BlockForm:
-    """The layout of a packed matrix, as `StepLayout` has it. scale: Triton's dtype. block: columns of a block.
-    converts: the device converts E4M3 by an instruction.
-    """
-
-    steps: str
-    block: int
-    group: int
-    span: int
-    scale: Any
-    inner: bool
-    least: str
-    converts: bool  # the device has an instruction for E4M3
-
-    @property
-    def fuses_scale(self) -> bool:
-        """True if one multiply-add can compute a byte's number times its scale. Its subtrahend has to be exact."""
-        return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
-
-    @property
-    def width(self) -> int:
-        """Bits of a step once it has been looked up."""
-        return 4 if self.steps in {"uint4", "int4"} else 8
+from adapters.models.kernels.triton.packed_levels import (
+    find_power,
+    is_scaled,
+    put_in_mantissa,
+    raised_scales_of,
+    scale_of_e2m1,
+    scales_of,
+)
 
 
 @gluon.jit
@@ -95,75 +75,90 @@ def _look_up(word):
 
 
 @gluon.jit
-def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """Return the level of each word's group in float32."""
-    if GROUP < BLOCK:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        held = held >> (c * COUNT // 4 * KIND.primitive_bitwidth).to(held.dtype)
-        held = held.to(gl.int16).to(KIND, bitcast=True)
-    return held.to(gl.float32)
+def _four_bytes(word, scales):
+    """Return 2 ** -EXPONENT of a word's numbers, as `_four` does.
 
-
-@gluon.jit
-def _times_whole(outer, held, c, power, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
-    """Return outer times the whole number of each word's group.
-
-    Several of them are stored 128 greater in one number, and put into the mantissa of 2 ** 15. With a 16-bit scale
-    what is subtracted again is exact.
+    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So a byte
+    only needs to be moved to where its scale expects it.
     """
-    if GROUP >= BLOCK:
-        product = outer * held.to(gl.float32)
-    else:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        number = _in_mantissa(held.to(gl.int32), c * COUNT // 4, power)
-        if SCALE.primitive_bitwidth == 16:
-            product = gl.fma(number, outer, outer * (-32896.0))
-        else:
-            product = outer * (number - 32896.0)
-    return product
+    factor, _ = scales
+    below = factor * -(2.0**-126)  # 128 steps, 2 ** 16 times as great as steps, are stored more
+    low = gl.join(_byte_times(word, 0, factor, below), _byte_times(word, 1, factor, below))
+    high = gl.join(_byte_times(word, 2, factor, below), _byte_times(word, 3, factor, below))
+    return gl.join(low, high)
 
 
 @gluon.jit
-def _in_mantissa(word, at, power):
-    """Return 2 ** 15, whose bits `power` has, plus byte `at` of a word."""
+def _byte_times(word, AT: gl.constexpr, factor, below):
+    bits = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,n",
+        [word, 0, 0x4044 | AT << 8],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return gl.fma(bits.to(gl.float32, bitcast=True), factor, below)
+
+
+@gluon.jit
+def _pair_scales(levels, c, power, FORM: gl.constexpr):
+    """Return what pairs of steps are multiplied with at the lower and at the upper place of a byte, and what is added.
+    Each is rounded to bfloat16, and there twice.
+    """
+    factor, below = raised_scales_of(levels, c, power, 133, FORM)
+    low = _round_twice(factor)
+    eight: gl.constexpr = -0x7FF77FF8  # -8 * 2 ** -133, twice
+    added = multiply_add_pairs(low, eight, -0x7FFF8000) if FORM.steps == "int4" else _round_twice(below)
+    return low, multiply_add_pairs(low, 0x3D803D80, -0x7FFF8000), added  # a 16th
+
+
+@gluon.jit
+def _round_twice(number):
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [word, power, 0x7404 | at << 4], dtype=gl.float32, is_pure=True, pack=1
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def find_power(n):
-    """Return the bits of 2 ** 15 for rows of numbers n, none of which is negative.
-
-    An instruction that picks bytes has one constant. The compiler would take these bits for it, and spend another
-    instruction on the number of the byte, each time. So the bits are made from n, which hides that they are constant.
-    """
-    return 0x47000000 | (n >> 31)
+def multiply_add_pairs(x, factor, added):
+    """Return x * factor + added, for two numbers in bfloat16 each, rounded once."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, added], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def _scales(levels, c, power, FORM: gl.constexpr):
-    """Return what steps are multiplied with, and what is subtracted then."""
-    scale, inner, least, own = levels
-    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
-    factor = outer
-    below = outer
-    if FORM.inner:
-        factor = _times_whole(outer, inner, c, power, FORM.block, FORM.group, FORM.scale)
-    if FORM.least == "own":
-        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale)
-    if FORM.least != "":
-        below = _times_whole(below, least, c, power, FORM.block, FORM.group, FORM.scale)
-    return factor, below
+def _four_paired(word, scales, SCALED: gl.constexpr):
+    """Return numbers of 16 columns in bfloat16, as `_four` does. word: their steps are in the lower half of each half.
+
+    As bits of a bfloat16, a whole number below 256 is 2 ** -133 of itself, whatever its leading bit is.
+    """
+    low, high, added = scales
+    first = multiply_add_pairs(word & 0x000F000F, low, added)
+    second = multiply_add_pairs(word & 0x00F000F0, high, added)
+    if not SCALED:
+        first = multiply_add_pairs(first, 0x4F804F80, -0x7FFF8000)  # 2 ** EXPONENT
+        second = multiply_add_pairs(second, 0x4F804F80, -0x7FFF8000)
+    return gl.join(_split_pair(first), _split_pair(second))
+
+
+@gluon.jit
+def _split_pair(pair):
+    """Return both numbers of pairs in bfloat16."""
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
 
 
 @gluon.jit
 def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     factor, below = scales
+    PLACE: gl.constexpr = AT // 2 + AT % 2 * 4 if FORM.is_paired else AT
     if FORM.fuses_scale:
-        found = gl.fma(_in_mantissa(word, AT, power), factor, factor * (-32896.0))
+        found = gl.fma(put_in_mantissa(word, AT, power), factor, factor * (-32896.0))
     else:
-        found = _number(word, AT, FORM) * factor
+        found = _number(word, PLACE, FORM) * factor
     if FORM.least != "":
         found = found - below
     return found
@@ -187,12 +182,6 @@ def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _scale_e2m1(held, c):
-    """Return the scale of each word in both halves of a number."""
-    return ((held >> (c * 16).to(held.dtype)).to(gl.int32) & 0xFFFF) * 0x10001
-
-
-@gluon.jit
 def _four_e2m1(word, AT: gl.constexpr, scale):
     """Return a word's numbers of 16 columns in bfloat16, as `_four` does."""
     return gl.join(_pair_e2m1(word, AT // 2, scale), _pair_e2m1(word, AT // 2 + 1, scale))
@@ -207,12 +196,7 @@ def _pair_e2m1(word, AT: gl.constexpr, scale):
     UP: gl.constexpr = 6 - 4 * AT
     size = word << UP if UP > 0 else word >> -UP
     bits = ((word << (12 - 4 * AT)) & -0x7FFF8000) | (size & 0x01C001C0)
-    pair = gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [bits, scale, 0], dtype=gl.int32, is_pure=True, pack=1
-    )
-    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, high)
+    return _split_pair(multiply_add_pairs(bits, scale, 0))
 
 
 @gluon.jit
@@ -241,21 +225,37 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order.
+def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
+    """Return the numbers of words `[..., lanes, words]`, one of a pair, half of 16 columns, and half of 32.
+
+    levels: those of the first and of the second 16 of each 32 columns. c: the number of each word. row: see
+    `find_power`. SCALED: return 2 ** -EXPONENT of the numbers, where `is_scaled` says so.
     """
-    words, first, second = packed
-    n, _, c = coordinates
+    first, second = levels
+    power = find_power(row)
+    LINEAR: gl.constexpr = FORM.is_linear and SCALED and is_scaled(FORM, dtype)
     if FORM.steps == "e2m1":
-        scale = _scale_e2m1(first[0], c)
-        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
+        scale = scale_of_e2m1(first[0], c, FORM)
+        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
+    elif FORM.is_paired and dtype == gl.bfloat16:
+        found = _four_paired(words, _pair_scales(first, c, power, FORM), SCALED)
+        found = gl.join(found, _four_paired(words >> 8, _pair_scales(second, c, power, FORM), SCALED))
+    elif LINEAR:
+        found = _four_bytes(words, raised_scales_of(first, c, power, 133, FORM))
     else:
-        power = find_power(n)
-        found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
+        found = _four(words, 0, scales_of(first, c, power, FORM), power, FORM)
         if FORM.block == 128:
-            found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
-            found = found.permute((0, 1, 3, 6, 5, 2, 4))
-        else:
-            found = found.permute((0, 1, 3, 5, 2, 4))
-    return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)
+            found = gl.join(found, _four(words, 4, scales_of(second, c, power, FORM), power, FORM))
+    return found.to(dtype)
+
+
+@gluon.jit
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
+    """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
+    left side of a product, in another order. SCALED: as in `numbers_of`.
+    """
+    words, levels = packed
+    n, _, c = coordinates
+    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED)
+    found = found.permute((0, 1, 3, 6, 5, 2, 4)) if FORM.block == 128 else found.permute((0, 1, 3, 5, 2, 4))
+    return found.reshape((words.shape[0], words.shape[1], FORM.block))

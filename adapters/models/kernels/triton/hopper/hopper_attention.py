@@ -270,8 +270,9 @@ def attend_splits_ahead(
             page = after
             after = _page(pages, at_split + 2, capacity, SPLIT, PAGE)
             e = gl.arange(0, HEAD, layout=gl.SliceLayout(0, OUT))
-            gl.store(acc_ptr + (to + at_split)[:, None] * HEAD + e[None, :], acc, mask=kept[:, None])
-            sums = sums_ptr + (to + at_split) * 2
+            place = to + at_split % split_limit
+            gl.store(acc_ptr + place[:, None] * HEAD + e[None, :], acc, mask=kept[:, None])
+            sums = sums_ptr + place * 2
             gl.store(sums, gl.convert_layout(peak, gl.SliceLayout(1, OUT)), mask=kept)
             gl.store(sums + 1, gl.convert_layout(total, gl.SliceLayout(1, OUT)), mask=kept)
         read += tiles

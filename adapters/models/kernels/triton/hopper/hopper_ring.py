@@ -27,3 +27,49 @@ def request_tile(desc, ring, come, number, row, STAGES: gl.constexpr, pred):
     at = number % STAGES
     mbarrier.expect(come.index(at), desc.block_type.nbytes, pred=pred)
     bring(desc, [row, 0], come.index(at), ring.index(at), pred=pred)
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, count: gl.constexpr):
+    """Allocate STAGES barriers whose phases end after `count` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(bars.index(at), count=count)
+    return bars
+
+
+@gluon.jit
+def fill_rings(
+    k_desc,
+    v_desc,
+    k_ring,
+    v_ring,
+    bars,
+    pages_ptr,
+    base,
+    kv_head,
+    tiles,
+    KV: gl.constexpr,
+    PAGE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+):
+    """Bring all tiles of keys and values in order, each as soon as its slot of the ring is free.
+
+    bars: of keys and of values those that tell what has come, and those that tell what is free.
+    """
+    k_come, k_free, v_come, v_free = bars
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    for number in range(tiles):
+        at = number * BLOCK_N
+        row = base + at
+        if PAGE > 0:
+            row = (gl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
+        k_at = number % K_STAGES
+        mbarrier.wait(k_free.index(k_at), (number // K_STAGES & 1) ^ 1)
+        mbarrier.expect(k_come.index(k_at), k_desc.block_type.nbytes)
+        bring(k_desc, [row, 0], k_come.index(k_at), k_ring.index(k_at))
+        v_at = number % V_STAGES
+        mbarrier.wait(v_free.index(v_at), (number // V_STAGES & 1) ^ 1)
+        mbarrier.expect(v_come.index(v_at), v_desc.block_type.nbytes)
+        bring(v_desc, [row, 0], v_come.index(v_at), v_ring.index(v_at))
