@@ -142,20 +142,19 @@ class CudaDelta:
         tile = min(TILE, shape.value_size)
         inputs = (convolved, gates, state.keys, state.decays, weights.rate, weights.dt_bias)
         factors = (scratch.mix, scratch.fold, scratch.lines)
-        apart = settles == SOME and plan.singles is not None
-        if apart:
-            singles = len(plan.singles)
+        singles = plan.singles if settles == SOME else None
+        if singles is not None:
             launch(
                 delta_single.factor_and_read,
-                (singles + limit, shape.value_heads),
+                (len(singles) + limit, shape.value_heads),
                 plan.chunks,
-                plan.singles,
+                singles,
                 *inputs,
                 *factors,
                 state.memory,
                 out,
                 gates.stride(0),
-                singles,
+                len(singles),
                 scale,
                 TILE=tile,
                 **sizes,
@@ -166,7 +165,8 @@ class CudaDelta:
             launch(delta_factor.factor, (limit, shape.value_heads), *given, **sizes, **wide)
         walks = settles != NONE and self._can_walk(convolved, shape)
         scanned = segments
-        if walks and (settles == ALL or apart):  # other kernels serve most segments, so few programs take what is left
+        # Where other kernels serve most segments, few programs take what is left.
+        if walks and (settles == ALL or singles is not None):
             scanned = 1 if settles == ALL else LEFT
         launch(
             delta.scan,

@@ -47,8 +47,8 @@ def plan_chunks(
     walks[w], for the segments that settle: its first chunk without rows in earlier steps, how many chunks follow from
     there on, their first row, slot, position of that row, and number of rows. The entry after the last possible walk
     holds the number of walks.
-    singles[n] = row (-1: there is none), slot and position, if APART: rows that are the only ones of their segment and do
-    not settle. Their segments are no runs, and have no chunks.
+    singles[n] = row (-1: there is none), slot and position, if APART: rows that are the only ones of their segment and
+    do not settle. Their segments are no runs, and have no chunks.
     """
     i = tl.arange(0, ROWS)
     inside = i < bucket

@@ -146,8 +146,9 @@ def _consume(
     """Compute consumer NUMBER's part of a tile.
 
     tile_rows: the tile's first row, rows, first position, the program's first head, its last position, tiles of keys.
-    Heads are those of one key head, row after row, and a part may begin within a row. COLUMNS: warps that share a row of the output. Each of them computes all weights of the row,
-    which takes less time than to exchange them, and adds them in the order of `attention`.
+    Heads are those of one key head, row after row, and a part may begin within a row. COLUMNS: warps that share a row
+    of the output. Each of them computes all weights of the row, which takes less time than to exchange them, and adds
+    them in the order of `attention`.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = k_ring.shape[1]
