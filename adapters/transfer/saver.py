@@ -45,7 +45,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.models.decoder.shard import NamedTensors
 from adapters.store.files.file_format import Run
-from adapters.store.slab_memory import Buffer
+from adapters.store.slab_memory import EAGER_BYTES, Buffer
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import CudaEvents, RowMover, StateMover, record_cuda_events
@@ -60,10 +60,9 @@ log = logging.getLogger("rekindle.store")
 
 # For one snapshot. 32k tokens of an 8B model take a tenth of it, and the slot waits as long.
 MAX_SNAPSHOT_NS = 2_000_000_000
-# Copies of states that a device holds at once, each until it is in host memory. A state of 147 MiB takes 3 ms, and a
-# prefill that leaves one takes far longer. So an earlier copy has ended before a third one
-# begins; otherwise the lane would wait for it.
-MOST_COPIES = 2
+# Copies of states that a device holds at once, each until it is in host memory. A state of 147 MiB takes 3 ms to pinned
+# memory, and a prefill that leaves one takes far longer. Several requests may end at once, and each leaves a state.
+MOST_COPIES = 4
 # The pace of a snapshot that the engine no longer waits for: it may copy at once, pin memory, and wait for memory until
 # its time (MAX_SNAPSHOT_NS) is over.
 UNPACED = PaceSnapshot(may_copy=True)
@@ -191,7 +190,9 @@ class Saver:
         """Begin to keep the slot's positional state if it is the state after rows `[0, at)`.
 
         The state is copied on its device; a thread brings the copy to host memory. Return True also if the state is
-        kept already. Return False if the slot has no such state, or if its device has no memory for the copy.
+        kept already. Return False if the slot has no such state, or if its device has no memory for the copy. A device
+        with pinned memory does not wait for earlier copies either: other requests would wait for their next tokens,
+        and the state is on the device in any case.
         """
         state = self.find_slot(slot, request)
         layout = self.store.layout
@@ -204,7 +205,9 @@ class Saver:
         key = tuple(state.tokens[:at]), state.salt
         if key in self._keys_in_flight or not self.store.lacks_checkpoint(*key):
             return True
-        self._copy_permits.acquire()
+        if not self._copy_permits.acquire(blocking=not self.store.memory.pin):
+            self._note_dropped_checkpoint(request, at, f"{MOST_COPIES} earlier ones are on their way")
+            return False
         try:
             exported = self.state.export(slot)
             cuda_events = record_cuda_events(self.lane.devices)
@@ -221,17 +224,28 @@ class Saver:
     def _warn_of_lost_checkpoint(self, request: RequestId, at: int, error: Exception) -> None:
         log.warning("request %d: the checkpoint at %d is lost: %s", request, at, error, extra={"request": request})
 
+    def _note_dropped_checkpoint(self, request: RequestId, at: int, why: str) -> None:
+        log.info("request %d: the checkpoint at %d stays on the device: %s", request, at, why)
+
     # --- called on the thread of checkpoints ---
 
     def _keep_checkpoint(
         self, request: RequestId, key: tuple[Tokens, str], exported: NamedTensors, cuda_events: CudaEvents
     ) -> None:
-        """Bring a copy of a state to host memory and give it to the store. A failure costs the checkpoint only."""
+        """Bring a copy of a state to host memory and give it to the store. A failure costs the checkpoint only.
+
+        Where memory is pinned, the state needs some that is free. To pin more would block all calls of CUDA, and a copy
+        to other memory takes 30 times as long. Both would hold up the steps of other requests.
+        """
         tokens, salt = key
+        memory = self.store.memory
+        size = self.store.layout.compute_size("state", 0)
         try:
-            buffer = self.store.memory.allocate(self.store.layout.compute_size("state", 0))
+            buffer = memory.allocate(size, pinned_only=True, may_grow=memory.slab_bytes < EAGER_BYTES)
             self.state.write(exported, buffer.data, cuda_events)
             self.store.keep_checkpoint(tokens, buffer, salt)
+        except MemoryError as error:
+            self._note_dropped_checkpoint(request, len(tokens), str(error))
         except Exception as error:  # noqa: BLE001 - without it, rows are computed again
             self._warn_of_lost_checkpoint(request, len(tokens), error)
         finally:

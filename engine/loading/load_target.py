@@ -50,6 +50,7 @@ from engine.loading.drafts.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.identity import check_identity
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
+from engine.loading.memory.device_survey import choose_state_checkpoints
 from engine.loading.memory.expert_placement import assign_first_experts
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
@@ -327,6 +328,7 @@ def plan_shard_placement(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft |
     """Return the slots, rows and types that all shards of the target have. Each gets its device and layers later."""
     options = plan.options
     checkpoint = plan.checkpoint
+    asked = options.checkpoints.state_checkpoints
     return ShardPlacement(
         dtype=plan.dtype,
         rows=read_row_types(options.weights.kv_dtype, plan.dtype),
@@ -334,7 +336,7 @@ def plan_shard_placement(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft |
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,
-        state_checkpoints=options.checkpoints.state_checkpoints,
+        state_checkpoints=choose_state_checkpoints(asked, checkpoint.config, plan.dtype, plan.placements),
         pages=proven.fit.pages,
         offload_embedding=hosts_embedding(checkpoint.config, plan.dtype, plan.placements, checkpoint.layouts),
     )

@@ -26,6 +26,7 @@ from engine.loading.memory.device_survey import (
     Placement,
     check_memory,
     choose_chunk,
+    choose_state_checkpoints,
     free_memory,
     host_memory,
     measure_host_slots,
@@ -88,7 +89,8 @@ def choose_fit(
     on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
     shape = draft.shape if draft and on_host else None
     rows = read_row_types(options.weights.kv_dtype, dtype)
-    check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.checkpoints.state_checkpoints, found)
+    checkpoints = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
+    check_memory(measure_host_slots(config, shape, dtype, rows, plan), checkpoints, found)
     return found
 
 
@@ -139,6 +141,7 @@ def estimate_needs(
         math.prod(config.tensors()[EMBEDDING]) * dtype.itemsize if hosts_embedding(config, dtype, plan, layouts) else 0
     )
     drafted = plan_draft_placement(options.speculation, plan[-1].device, peer)
+    checkpoints = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
     found = list[DeviceNeed]()
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
         placements = [one for one in plan if one.memory == memory]
@@ -151,7 +154,7 @@ def estimate_needs(
             fixed += hosted - count_brought_experts(config, plan) * dtype.itemsize
         if plan[0] in placements:
             fixed -= table
-        fixed += options.checkpoints.state_checkpoints * sum(checkpoint_bytes for _, checkpoint_bytes in states)
+        fixed += checkpoints * sum(checkpoint_bytes for _, checkpoint_bytes in states)
         if device.type == "cuda":
             chunk = choose_chunk(options.runtime, plan)
             fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)

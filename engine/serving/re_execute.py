@@ -325,12 +325,14 @@ def read_options(header: Header, model: str | None) -> Options:
         *("model", "device", "target_devices", "target_layer_split", "dtype", "max_ctx", "numerics", "slots", "chunk"),
         *("threads", "state_checkpoints", "quantize", "kv_dtype", "kv_memory", "cpu_experts"),
     )
-    wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
+    wanted: dict[str, Any] = {name: header.config[name] for name in names if header.config.get(name) is not None}
     if model is not None:
         wanted["model"] = model
     wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}
     # What was left open was chosen then, by the memory that there was.
     chosen = {"slots": header.settings.slots, "max_ctx": header.settings.max_context}
+    if header.config.get("state_checkpoints", 0) is None:
+        chosen["state_checkpoints"] = header.settings.state_checkpoints
     try:
         parse_values(wanted)
         options = parse_values(wanted | chosen)

@@ -151,9 +151,12 @@ class CheckpointOptions:
     """For models with recurrent state and full: keep the state every so many tokens, and at the end of the prompt. 0:
     only at the end."""
 
-    state_checkpoints: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1024))] = 8
+    state_checkpoints: Annotated[
+        int | None, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1024))
+    ] = None
     """For models with recurrent state: number of earlier states that stay on the device for turns that return to them.
-    0: none. Each takes 147 MiB in a 27B model, so eight take 1.2 GiB."""
+    0: none. By default 8, and up to 32 that take at most a 25th of a GPU's memory. Each takes 147 MiB in a 27B
+    model."""
 
 
 @frozen(kw_only=True)

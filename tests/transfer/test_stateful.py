@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -489,6 +490,28 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBenc
     for request, at in ((1, 8), (1, 20), (1, 0), (2, 16)):
         assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
     assert not bench.store.memory_tier.index.entries
+
+
+@pytest.mark.parametrize("lacks", ["permits", "memory"])
+async def test_a_checkpoint_that_others_would_wait_for_stays_on_the_device(
+    bench: StatefulBench, caplog: pytest.LogCaptureFixture, lacks: str
+) -> None:
+    """Where memory is pinned, neither the device's thread waits for earlier copies nor is more memory pinned."""
+    caplog.set_level("INFO", "rekindle.store")
+    bench.open(1, 0)
+    await bench.prefill(1, 0, 0, 16)
+    saver, memory = bench.moving.saver, bench.store.memory
+    memory.pin = True
+    if lacks == "permits":
+        while saver._copy_permits.acquire(blocking=False):  # noqa: SLF001 - as if copies were on their way
+            pass
+    else:
+        memory.max_bytes = 0
+    began = await saver.lane.run(lambda: saver.save_checkpoint(RequestId(1), SlotId(0), 16))
+    assert began == (lacks == "memory")
+    await asyncio.wrap_future(saver.state_worker.submit(lambda: None))
+    assert not bench.store.memory_tier.index.entries
+    assert "the checkpoint at 16 stays on the device" in caplog.text
 
 
 async def test_a_prompt_beside_decode_steps_has_the_answer_and_the_checkpoints_of_one_alone(

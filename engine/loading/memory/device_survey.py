@@ -30,6 +30,11 @@ log = logging.getLogger("rekindle")
 
 GRAPH_CHUNK = 1024  # C on a CUDA device: speed is within 1 % of 2048 rows, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
+# Earlier states of recurrent layers that stay on a device by default. Each agent's session returns to the state at the
+# end of its last prompt. Where eight sessions had eight, every second turn waited for a state from the store.
+FEWEST_CHECKPOINTS = 8
+MOST_CHECKPOINTS = 32
+CHECKPOINT_SHARE = 25  # more than the fewest may take a 25th of a GPU's memory
 
 
 @frozen
@@ -193,6 +198,26 @@ def choose_chunk(runtime: RuntimeOptions, plan: Sequence[Placement]) -> int:
     """Return the rows of a prefill chunk."""
     on_host = any(one.cpu_experts or one.compute_device.type != "cuda" for one in plan)
     return runtime.chunk or (CPU_CHUNK if on_host else GRAPH_CHUNK)
+
+
+def choose_state_checkpoints(
+    asked: int | None, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]
+) -> int:
+    """Return how many earlier states of recurrent layers stay on the devices: as asked, or by what the GPUs have.
+
+    Only the whole memory of a GPU counts and not what is free, so the answer is the same at any time of a start.
+    """
+    if asked is not None:
+        return asked
+    if any(one.peer is not None or one.compute_device.type != "cuda" for one in plan):
+        return FEWEST_CHECKPOINTS
+    found = MOST_CHECKPOINTS
+    for device in {one.compute_device for one in plan}:
+        here = [one.layers for one in plan if one.compute_device == device]
+        if size := sum(config.state_bytes(dtype, device.type, layers)[1] for layers in here):
+            total = torch.cuda.get_device_properties(device).total_memory
+            found = min(found, total // CHECKPOINT_SHARE // size)
+    return max(found, FEWEST_CHECKPOINTS)
 
 
 def count_state_tokens(shard: Pipeline) -> int:

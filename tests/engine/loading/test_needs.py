@@ -20,7 +20,7 @@ from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
 from engine.loading.drafts.find_draft import find_draft
-from engine.loading.memory.device_survey import Placement, plan_placement
+from engine.loading.memory.device_survey import Placement, choose_state_checkpoints, plan_placement
 from engine.loading.memory.memory_fit import Fit
 from engine.loading.memory.packed_estimate import leave_out_experts, log_unpacked_weights
 from engine.loading.memory_estimate import (
@@ -147,6 +147,23 @@ def test_what_torch_may_take_of_a_gpu_is_all_that_there_is(monkeypatch: pytest.M
     for share, left in ((1.0, 80), (0.5, 45), (0.05, 4)):
         monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _, share=share: share)
         assert measure_available(gpu) == left << 30
+
+
+def test_a_large_gpu_keeps_more_states_of_recurrent_layers_than_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 2 MiB there. What was asked for is kept in any case."""
+    layers, bf16 = range(CONFIG.num_layers), torch.bfloat16
+    monkeypatch.setattr(type(CONFIG), "state_bytes", lambda *_: (3 << 20, 2 << 20))
+    there = {"cuda:0": 0, "cuda:1": 1200 << 20}
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=there[str(device)])
+    )
+    one = [Placement(layers, torch.device("cuda:0"))]
+    for total, count in ((100, 8), (400, 8), (1200, 24), (8000, 32)):
+        there["cuda:0"] = total << 20
+        assert choose_state_checkpoints(None, CONFIG, bf16, one) == count
+        assert choose_state_checkpoints(3, CONFIG, bf16, one) == 3
+    assert choose_state_checkpoints(None, CONFIG, bf16, [*one, Placement(layers, torch.device("cuda:1"))]) == 24
+    assert choose_state_checkpoints(None, CONFIG, bf16, [*one, Placement(layers, torch.device("cpu"))]) == 8
 
 
 def test_packed_weights_take_their_own_room_of_a_gpu() -> None:

@@ -219,24 +219,50 @@ def test_the_kernel_of_hopper_has_the_bits_of_the_one_for_every_gpu(kernels, sha
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+def fill(kernels, sequence: Rows, state: DeltaState, slot: int, length: int) -> None:
+    """Bring a slot to the state behind the sequence's first rows."""
+    mixed, gates = sequence.mixed, sequence.gates
+    sequence.mixed, sequence.gates = mixed[:length], gates[:length]
+    in_pieces(kernels, sequence, state, [(256, 256, 0)], slot=slot)
+    sequence.mixed, sequence.gates = mixed, gates
+
+
 @pytest.mark.skipif(not IS_HOPPER, reason="a kernel of Hopper's")
-def test_prompts_beside_answers_have_their_own_bits(kernels):
-    """Two segments settle, one of which goes on within a chunk, and one may be rolled back."""
-    sequence, starts, counts = Rows(SHAPES[0], torch.bfloat16), (64, 190, 70), (150, 1, 140)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], DeltaShape(2, 6, 64, 128)], ids=str)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(64, 150, 1), (190, 1, 0), (70, 140, 1)],
+        [(0, 1, 0), (3, 1, 0), (128, 1, 0), (70, 200, 1)],
+        [(5, 100, 1), (188, 3, 0), (65, 1, 0)],
+        [(253, 1, 0), (0, 310, 1)],
+    ],
+    ids=str,
+)
+def test_prompts_beside_answers_have_their_own_bits(kernels, shape, spans):
+    """Segments that settle begin and go on within a chunk. Others may be rolled back, most of which have one row.
+
+    spans: start, rows and whether they settle, by slot.
+    """
+    sequence = Rows(shape, torch.bfloat16)
     whole = in_pieces(kernels, sequence, poisoned(kernels, sequence), [(512, LENGTH, 0)])
     state = poisoned(kernels, sequence)
-    mixed, gates = sequence.mixed, sequence.gates
-    for slot, start in enumerate(starts):
-        sequence.mixed, sequence.gates = mixed[:start], gates[:start]
-        in_pieces(kernels, sequence, state, [(256, 256, 0)], slot=slot)
-    sequence.mixed, sequence.gates = mixed, gates
-    segments = tuple(Segment(slot, *span) for slot, span in enumerate(zip(starts, counts, strict=True)))
+    for slot, (start, _, _) in enumerate(spans):
+        fill(kernels, sequence, state, slot, start)
+    segments = tuple(Segment(slot, start, count) for slot, (start, count, _) in enumerate(spans))
     batch = StateBatch(512, DEVICE)
-    batch.before, batch.mixed, batch.holds = tuple(start // 64 * 64 for start in starts), True, True
-    batch.load(Step(segments, 512), torch.zeros(sum(counts), dtype=torch.int64))
-    batch.settled[:150], batch.settled[151:291] = 1, 1
-    kernels.begin_body("test", batch)
+    batch.before, batch.mixed, batch.holds = tuple(one.start // 64 * 64 for one in segments), True, True
     rows = torch.cat([torch.arange(one.start, one.start + one.count, device=DEVICE) for one in segments])
+    batch.load(Step(segments, 512), torch.zeros(len(rows), dtype=torch.int64))
+    settled = [settles for _, count, settles in spans for _ in range(count)]
+    batch.settled[: len(rows)] = torch.tensor(settled, device=DEVICE)
+    kernels.begin_body("test", batch)
+    assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
+    behind = [Segment(one.slot, one.start + one.count, 1) for one in segments]
+    bases = [(one.start - 1) // 64 * 64 for one in behind]  # no state has moved since
+    batch = loaded(4, behind, bases, settles=False)
+    kernels.begin_body("behind", batch)
+    rows = torch.tensor([one.start for one in behind], device=DEVICE)
     assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 import pytest
 import torch
@@ -150,13 +151,14 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 @pytest.mark.timeout(120)
 @usual_where(lambda places: places["attend_chain"] == 0 or places["seed"] == places["pages"])
 @pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 8), (256, 6)])
+@pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head, group, pages, seed):
     """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
-    rows = consumers * (64 // group)
+    parts = group // gcd(group, 64 * consumers)
+    rows = 64 * consumers * parts // group
     spans = [[(0, 1), (255, 2), (500, 9)], [(62, 3), (320, 5), (511, 10)]][seed]
     bucket = 32
     slots = len(spans)
@@ -176,9 +178,9 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head,
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        attend_chain, (len(tiles) * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
-        HEADS=kv * group, KV=kv, GROUP=group, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
+        HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
         V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
     )  # fmt: skip
     row = 0
@@ -330,8 +332,8 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
                 chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
                 Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
                 Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, HEADS=group, KV=1,
-                GROUP=group, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False, PAGE=0,
-                num_warps=4,
+                GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
+                PAGE=0, num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
             found.append(seed)

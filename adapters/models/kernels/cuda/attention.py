@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import gcd
 from typing import Any
 
 import torch
@@ -174,10 +175,12 @@ class CudaAttention:
         group = heads // kv
         options = CHAIN_AHEAD[head]
         consumers = options["CONSUMERS"]
-        tiles = self.planner.find_tiles(batch, TileKind(consumers * (64 // group)), slots)
+        at_once = 64 * consumers  # heads of a program
+        parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
+        tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
         launch(
             hopper_chain.attend_chain_ahead,
-            (len(tiles) * kv,),
+            (len(tiles) * parts * kv,),
             q,
             *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in (k_cache, v_cache)),
             tiles,
@@ -189,6 +192,7 @@ class CudaAttention:
             HEADS=heads,
             KV=kv,
             GROUP=group,
+            PARTS=parts,
             SPLIT=SPLIT,
             **options,
             PAGE=page_size(k_cache, batch),

@@ -31,13 +31,14 @@ from adapters.models.kernels.interfaces.delta_interface import (
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_factor, delta_rows
+from adapters.models.kernels.triton import delta, delta_factor, delta_rows, delta_single
 from adapters.models.kernels.triton.hopper import hopper_delta
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
 TILE = 64  # values of a head in one program
 NONE, ALL, SOME = range(3)  # segments of a step that settle
+LEFT = 4  # programs of a head for segments of a mixed step that neither settle nor have one row
 WALK_STAGES = 2  # chunks that Hopper's kernel has in shared memory or on their way there
 ADVANCED_LAYERS = 16  # whose states one launch moves: their factors take as much memory as those of 16 decode rows
 CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the taps, the larger part, once
@@ -57,6 +58,7 @@ class CudaDelta:
     planned_bodies: set[str] = field(
         init=False, factory=set
     )  # the bodies that have asked for the step's chunks, by name
+    _reads_singles: bool = field(init=False, default=True)  # the kernel for single rows serves all states
     _plans: dict[int, ChunkPlan] = field(init=False, factory=dict)
     _stale: bool = field(init=False, default=True)
     _factors: dict[tuple[int, ...], FactorScratch] = field(init=False, factory=dict)
@@ -68,6 +70,7 @@ class CudaDelta:
             if size not in SIZES:
                 accepted = ", ".join(map(str, SIZES))
                 raise ValueError(f"recurrent heads of {size} are not supported on CUDA; accepted: {accepted}")
+        self._reads_singles &= self._can_read_single(dtype, shape)
         return make_raw_state(shape, slots, checkpoint_count, dtype, device)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
@@ -103,7 +106,7 @@ class CudaDelta:
     def delta_rule(
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
-        if batch.single and self._can_read_single(convolved, weights.shape):
+        if batch.single and self._can_read_single(convolved.dtype, weights.shape):
             wide = {"TILE": min(TILE, weights.shape.value_size), **self._wide_options(convolved)}
             return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
@@ -135,31 +138,39 @@ class CudaDelta:
         scratch = self._scratch(limit, shape, wide["PARTS"])
         sizes = describe_heads(shape) | {"READ": CHUNK if settles == ALL else BLOCK}
         scale = shape.key_size**-0.5
-        launch(
-            delta_factor.factor,
-            (limit, shape.value_heads),
-            plan.chunks,
-            convolved,
-            gates,
-            state.keys,
-            state.decays,
-            weights.rate,
-            weights.dt_bias,
-            scratch.mix,
-            scratch.fold,
-            scratch.lines,
-            gates.stride(0),
-            scale,
-            **sizes,
-            **wide,
-        )
         out = torch.empty(len(convolved), shape.value_heads, shape.value_size, device=self.device)
         tile = min(TILE, shape.value_size)
+        inputs = (convolved, gates, state.keys, state.decays, weights.rate, weights.dt_bias)
+        factors = (scratch.mix, scratch.fold, scratch.lines)
+        singles = plan.singles if settles == SOME else None
+        if singles is not None:
+            launch(
+                delta_single.factor_and_read,
+                (len(singles) + limit, shape.value_heads),
+                plan.chunks,
+                singles,
+                *inputs,
+                *factors,
+                state.memory,
+                out,
+                gates.stride(0),
+                len(singles),
+                scale,
+                TILE=tile,
+                **sizes,
+                **wide,
+            )
+        else:
+            given = (plan.chunks, *inputs, *factors, gates.stride(0), scale)
+            launch(delta_factor.factor, (limit, shape.value_heads), *given, **sizes, **wide)
         walks = settles != NONE and self._can_walk(convolved, shape)
+        scanned = segments
+        # Where other kernels serve most segments, few programs take what is left.
+        if walks and (settles == ALL or singles is not None):
+            scanned = 1 if settles == ALL else LEFT
         launch(
             delta.scan,
-            # Where the other kernel follows and all settle, next to nothing is left, so one program takes all segments.
-            (2 if walks and settles == ALL else segments + 1, shape.value_heads * (shape.value_size // tile)),
+            (scanned + 1, shape.value_heads * (shape.value_size // tile)),
             plan.chunks,
             plan.runs,
             settled,
@@ -209,13 +220,13 @@ class CudaDelta:
         fills = shape.key_size in (64, 128) and shape.value_size in (64, 128)
         return self.hopper and len(convolved) > NARROW and convolved.dtype == torch.bfloat16 and fills
 
-    def _can_read_single(self, convolved: Tensor, shape: DeltaShape) -> bool:
+    def _can_read_single(self, dtype: torch.dtype, shape: DeltaShape) -> bool:
         """Return whether the kernel for single rows serves. It is proven for these heads, on Hopper.
 
         Compiled for keys of 64 by Triton 3.6, it returned other numbers.
         """
         fills = shape.key_size == 128 and shape.value_size in (64, 128)
-        return self.hopper and convolved.dtype == torch.bfloat16 and fills
+        return self.hopper and dtype == torch.bfloat16 and fills
 
     def _keep_rows(self, rows: Tensor, ring: Tensor, edge: Tensor | None, batch: StateBatch) -> None:
         plan = self._step_chunks(batch, len(ring))
@@ -289,12 +300,18 @@ class CudaDelta:
                 torch.zeros(limit, FIELDS, dtype=torch.int32, device=self.device),
                 torch.zeros(segments + 1, 2, dtype=torch.int32, device=self.device),
                 torch.zeros(segments + 1, FIELDS, dtype=torch.int32, device=self.device),
+                self._make_singles(segments),
             )
             self._stale = True
         if self._stale:
             self.plan_chunks(batch)
         self.planned_bodies.add(self.running)
         return self._plans[batch.bucket]
+
+    def _make_singles(self, segments: int) -> Tensor | None:
+        if not self._reads_singles:
+            return None
+        return torch.full((segments, 4), -1, dtype=torch.int32, device=self.device)
 
     def begin_body(self, name: str, batch: StateBatch) -> None:
         """Prepare for a body that runs or is recorded: plan its chunks first, if it is known to need them."""
@@ -316,12 +333,14 @@ class CudaDelta:
             plan.chunks,
             plan.runs,
             plan.walks,
+            plan.runs if plan.singles is None else plan.singles,  # never written without
             batch.bucket,
             len(plan.chunks),
             len(plan.runs) - 1,
             ROWS=triton.next_power_of_2(batch.bucket),
             LIMIT=triton.next_power_of_2(len(plan.chunks)),
             RUNS=triton.next_power_of_2(len(plan.runs)),
+            APART=batch.mixed and plan.singles is not None,
             num_warps=4,
         )
         self._stale = False

@@ -17,12 +17,14 @@ FIELDS = 8  # numbers of a chunk in the plan
 @frozen(eq=False)
 class ChunkPlan:
     """The chunks of a step. chunks: int32 `[limit, 8]`. runs: int32 `[segments + 1, 2]`, the last one for padded
-    rows. walks: int32 `[segments + 1, 8]`, the last one for their number.
+    rows. walks: int32 `[segments + 1, 8]`, the last one for their number. singles: int32 `[segments, 4]`, rows that
+    have no chunks (`delta_rows.plan_chunks`); None: there are never any.
     """
 
     chunks: Tensor
     runs: Tensor
     walks: Tensor
+    singles: Tensor | None = None
 
 
 @frozen(eq=False)

@@ -55,7 +55,6 @@ class Tile:
 
     depth: terms of each sum that one step of the program's loop adds. warps: of 32 threads. stages: steps whose
     operands are in shared memory or on their way there.
-    rest: the columns, of all, that are multiplied in a block of their own, because a block has a power of two of them.
     """
 
     rows: int
@@ -63,7 +62,6 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    rest: int = 0
 
 
 @frozen
@@ -79,9 +77,6 @@ LARGE = Tile(256, 128, 64, 8, 4)
 SMALL = Tile(128, 64, 128, 4, 4)
 MIDDLE = Tile(128, 128, 64, 4, 3)
 GATED = Tile(128, 256, 64, 8, 4)
-# For columns that would fill two thirds of a wave of large tiles: 5,120 with 512 rows are 128 of these tiles.
-UNEVEN = Tile(256, 80, 64, 8, 4, rest=16)
-WAVE_TIMES = {SMALL: 0.36, UNEVEN: 0.68}  # of tiles that are not the largest, in units of `_estimate_time`
 LAUNCH = 0.1  # what another launch must save at least, in units of `_estimate_time`
 
 
@@ -102,13 +97,12 @@ def cut_columns(
     elif count <= NARROW:
         cuts = (Cut(Tile(max(16, count), 64, 128, 4, 7), 0, columns),)
     else:
-        uneven = () if gated else (UNEVEN,)
-        cuts = (_choose_tile(count, 0, columns, (largest, MIDDLE, SMALL, *uneven), processors),)
+        cuts = (_choose_tile(count, 0, columns, (largest, MIDDLE, SMALL), processors),)
         height = count_parts(count, largest.rows)
         for waves in range(1, height * columns // largest.columns // processors + 1):
             first = waves * processors // height * largest.columns
             if 0 < first < columns:
-                rest = _choose_tile(count, first, columns, (MIDDLE, SMALL, *uneven), processors)
+                rest = _choose_tile(count, first, columns, (MIDDLE, SMALL), processors)
                 cuts = min(cuts, (Cut(largest, 0, first), rest), key=lambda tried: _sum_times(count, tried, processors))
     return tuple(evolve(cut, tile=limit_stages(cut.tile, dtype, shared)) for cut in cuts)
 
@@ -126,12 +120,12 @@ def _estimate_time(count: int, cut: Cut, processors: int) -> float:
     """Estimate what the columns of a cut take, in units of a wave of the largest tiles. Measured on an H200.
 
     A middle tile has half the size, but takes as long alone as two of them do on one processor. A small one reads more
-    for what it computes, and an uneven one a little more.
+    for what it computes.
     """
     programs = count_parts(count, cut.tile.rows) * count_parts(cut.columns, cut.tile.columns)
     if cut.tile == MIDDLE:
         return 0.95 if programs <= processors else 1.05 * count_parts(programs, 2 * processors)
-    return count_parts(programs, processors) * WAVE_TIMES.get(cut.tile, 1.0)
+    return count_parts(programs, processors) * (0.36 if cut.tile == SMALL else 1.0)
 
 
 @cache

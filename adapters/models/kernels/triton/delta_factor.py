@@ -168,8 +168,38 @@ def factor(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    item = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    _factor_chunk(
+        chunks_ptr, convolved_ptr, gates_ptr, kept_ptr, kept_gates_ptr, rate_ptr, bias_ptr, mix_ptr, fold_ptr,
+        lines_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1), gates_stride, scale, KEY_HEADS, HEADS, DK, DV,
+        INPUTS, PARTS, READ,
+    )  # fmt: skip
+
+
+@triton.jit
+def _factor_chunk(
+    chunks_ptr,
+    convolved_ptr,
+    gates_ptr,
+    kept_ptr,
+    kept_gates_ptr,
+    rate_ptr,
+    bias_ptr,
+    mix_ptr,
+    fold_ptr,
+    lines_ptr,
+    item,
+    head,
+    gates_stride,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    READ: tl.constexpr,
+):
+    """Compute the factors of chunk `item` for one head, as `factor` says."""
     row0, count, slot, base, old = _load_chunk(chunks_ptr + item * FIELDS)
     if old + count > 0:
         width: tl.constexpr = KEY_HEADS * DK + HEADS * DV

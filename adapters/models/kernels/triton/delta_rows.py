@@ -30,12 +30,14 @@ def plan_chunks(
     chunks_ptr,
     runs_ptr,
     walks_ptr,
+    singles_ptr,
     bucket,
     chunk_limit,
     run_limit,
     ROWS: tl.constexpr,
     LIMIT: tl.constexpr,
     RUNS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Cut the step's segments at multiples of 64. One program, once a forward.
 
@@ -45,15 +47,29 @@ def plan_chunks(
     walks[w], for the segments that settle: its first chunk without rows in earlier steps, how many chunks follow from
     there on, their first row, slot, position of that row, and number of rows. The entry after the last possible walk
     holds the number of walks.
+    singles[n] = row (-1: there is none), slot and position, if APART: rows that are the only ones of their segment and
+    do not settle. Their segments are no runs, and have no chunks.
     """
     i = tl.arange(0, ROWS)
     inside = i < bucket
     position = tl.load(positions_ptr + i, inside, -1).to(tl.int32)
     slot = tl.load(slots_ptr + i, inside, 0).to(tl.int32)
     count = tl.load(counts_ptr + i, inside, 0).to(tl.int32)
+    settled = tl.load(settled_ptr + i, inside, 0) != 0
     real = position >= 0
-    starts = real & (count > 0)
-    opens = real & (starts | (position % CHUNK == 0))
+    s = tl.arange(0, RUNS)
+    walked = real
+    if APART:
+        single = real & (count == 1) & ~settled
+        to = singles_ptr + (tl.cumsum(single.to(tl.int32), 0) - 1) * 4
+        tl.store(to, i, single)
+        tl.store(to + 1, slot, single)
+        tl.store(to + 2, position, single)
+        unused = (s >= tl.sum(single.to(tl.int32), 0)) & (s < run_limit)
+        tl.store(singles_ptr + s * 4, tl.full((RUNS,), -1, tl.int32), unused)
+        walked = real & ~single
+    starts = walked & (count > 0)
+    opens = walked & (starts | (position % CHUNK == 0))
     chunk = tl.cumsum(opens.to(tl.int32), 0) - 1
     run = tl.cumsum(starts.to(tl.int32), 0) - 1
     stop = tl.associative_scan(tl.where(starts, i + count, 0), 0, _larger)  # of the segment
@@ -70,13 +86,12 @@ def plan_chunks(
     tl.store(chunks_ptr + c * FIELDS + 4, tl.zeros((LIMIT,), tl.int32), unused)
     tl.store(runs_ptr + run * 2, chunk, starts)
     tl.store(runs_ptr + run * 2 + 1, (position + count - 1) // CHUNK - position // CHUNK + 1, starts)
-    s = tl.arange(0, RUNS)
     unused = (s >= tl.sum(starts.to(tl.int32), 0)) & (s < run_limit)
     tl.store(runs_ptr + s * 2 + 1, tl.zeros((RUNS,), tl.int32), unused)
     tl.store(runs_ptr + run_limit * 2, tl.sum(real.to(tl.int32), 0))
     begin = (position + CHUNK - 1) // CHUNK * CHUNK
     ahead = position + count - begin
-    walks = starts & (ahead > 0) & (tl.load(settled_ptr + i, inside, 0) != 0)
+    walks = starts & (ahead > 0) & settled
     walk = walks_ptr + (tl.cumsum(walks.to(tl.int32), 0) - 1) * FIELDS
     tl.store(walk, chunk + (begin > position).to(tl.int32), walks)
     tl.store(walk + 1, (ahead + CHUNK - 1) // CHUNK, walks)

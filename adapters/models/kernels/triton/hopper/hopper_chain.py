@@ -136,7 +136,6 @@ def _consume(
     kv_head,
     scale,
     NUMBER: gl.constexpr,
-    ROWS: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -144,10 +143,12 @@ def _consume(
     V_STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Compute consumer NUMBER's rows of a tile. tile_rows: the tile's first row, rows, first position, tiles of keys.
+    """Compute consumer NUMBER's part of a tile.
 
-    ROWS: of one consumer. COLUMNS: warps that share a row of the output. Each of them computes all weights of the row,
-    which takes less time than to exchange them, and adds them in the order of `attention`.
+    tile_rows: the tile's first row, rows, first position, the program's first head, its last position, tiles of keys.
+    Heads are those of one key head, row after row, and a part may begin within a row. COLUMNS: warps that share a row
+    of the output. Each of them computes all weights of the row, which takes less time than to exchange them, and adds
+    them in the order of `attention`.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = k_ring.shape[1]
@@ -157,21 +158,20 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4 * COLUMNS, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    row0, count, first, tiles = tile_rows
+    row0, count, first, begins, last, tiles = tile_rows
+    begins += NUMBER * BLOCK_M
     if tiles > 0:
         i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADED))
         d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, LOADED))
-        row = NUMBER * ROWS + i // GROUP
-        real = (row < count) & (i < ROWS * GROUP)
-        of_head = ((row0 + row) * HEADS + kv_head * GROUP + i % GROUP).to(gl.int64)
+        row = (begins + i) // GROUP
+        of_head = ((row0 + row) * HEADS + kv_head * GROUP + (begins + i) % GROUP).to(gl.int64)
         q = queries.index(NUMBER)
-        q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0))
+        q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=(row < count)[:, None], other=0.0))
         fence_async_shared()
         program_barrier()
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
-        last = first + count - 1
-        begin = first + NUMBER * ROWS
-        position = gl.minimum(begin + m // GROUP, last)
+        begin = first + begins // GROUP
+        position = gl.minimum(first + (begins + m) // GROUP, last)
         k_come, k_free, v_come, _v_free = bars
         nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
         acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
@@ -207,11 +207,10 @@ def _consume(
         out = all_acc / gl.where(total > 0.0, total, 1.0)[:, None]
         o = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
         e = gl.arange(0, HEAD, layout=gl.SliceLayout(0, OUT))
-        own = NUMBER * ROWS + o // GROUP
-        kept = (own < count) & (o < ROWS * GROUP)
-        to = ((row0 + own) * HEADS + kv_head * GROUP + o % GROUP).to(gl.int64) * HEAD
+        own = (begins + o) // GROUP
+        to = ((row0 + own) * HEADS + kv_head * GROUP + (begins + o) % GROUP).to(gl.int64) * HEAD
         out = gl.where(first < 0, 0.0, out)  # a padded row, whose first tile may hold anything
-        gl.store(out_ptr + to[:, None] + e[None, :], out.to(dtype), mask=kept[:, None])
+        gl.store(out_ptr + to[:, None] + e[None, :], out.to(dtype), mask=(own < count)[:, None])
 
 
 @gluon.jit(do_not_specialize=["tile_limit"])
@@ -228,6 +227,7 @@ def attend_chain_ahead(
     HEADS: gl.constexpr,
     KV: gl.constexpr,
     GROUP: gl.constexpr,
+    PARTS: gl.constexpr,
     SPLIT: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
@@ -239,23 +239,26 @@ def attend_chain_ahead(
 ):
     """Do the same as `attention.attend_chain`, for plain attention of rows that are not coded.
 
-    A tile has CONSUMERS * (64 // GROUP) rows. With one consumer, eight warps share its rows of the output.
+    A program computes CONSUMERS * 64 heads, and PARTS programs the heads of a tile. So no head is left out where 64 is
+    no multiple of GROUP. With one consumer, eight warps share its rows of the output.
     """
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     HEAD: gl.constexpr = k_desc.block_type.shape[1]
-    ROWS: gl.constexpr = BLOCK_M // GROUP
+    OF_PART: gl.constexpr = CONSUMERS * BLOCK_M
     COLUMNS: gl.constexpr = num_warps // 4
     gl.static_assert(PAGE % BLOCK_N == 0)
     gl.static_assert(CONSUMERS == 1 or num_warps == 4)
     if PDL:
         gdc_launch_dependents()
-    tile = tile_limit - 1 - gl.program_id(0) // KV
+    tile = tile_limit - 1 - gl.program_id(0) // (KV * PARTS)
+    begins = (PARTS - 1 - gl.program_id(0) // KV % PARTS) * OF_PART
     kv_head = gl.program_id(0) % KV
     row0 = gl.load(tiles_ptr + tile * 8)
     count = gl.load(tiles_ptr + tile * 8 + 1)
     slot = gl.load(tiles_ptr + tile * 8 + 2)
     first = gl.load(tiles_ptr + tile * 8 + 3)
-    tiles = gl.where(count > 0, gl.maximum(gl.cdiv(first + count, BLOCK_N), 1), 0)
+    last = first + gl.minimum(count, (begins + OF_PART + GROUP - 1) // GROUP) - 1
+    tiles = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, BLOCK_N), 1), 0)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
     queries = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, BLOCK_M, HEAD], k_desc.layout)
@@ -267,7 +270,7 @@ def attend_chain_ahead(
     )
     if PDL:
         gdc_wait()
-    tile_rows = (row0, count, first, tiles)
+    tile_rows = (row0, count, first, begins, last, tiles)
     base = (slot * KV + kv_head) * capacity
     pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
@@ -277,14 +280,14 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP,
                         SPLIT, K_STAGES, V_STAGES, COLUMNS,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, ROWS, HEADS, GROUP,
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP,
                         SPLIT, K_STAGES, V_STAGES, COLUMNS,
                     ),
                 ),
@@ -304,7 +307,7 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP,
                         SPLIT, K_STAGES, V_STAGES, COLUMNS,
                     ),
                 ),
