@@ -43,11 +43,12 @@ from states.lane import (
     can_launch,
     choose_lane,
     join_waiting,
+    may_go_along,
     remove_answered,
     start_launch,
     with_decode_plan,
 )
-from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunk, join_mixed_launch, start_mixed_launch
+from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunks, join_mixed_launch, start_mixed_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
@@ -80,10 +81,9 @@ def choose_launch(
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     if decode_steps and other is not None:
-        prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
-        prompt_chunk = choose_mixed_chunk(len(decode_steps), other, prompt_count, settings)
-        if prompt_chunk is not None:
-            after, batch = start_mixed_launch(lane_after_other, decode_steps, prompt_chunk, settings)
+        after, chunks = choose_mixed_chunks(lane, others, len(decode_steps), requests, settings)
+        if chunks:
+            after, batch = start_mixed_launch(after, decode_steps, chunks, settings)
             return after, models, Launch(batch)
     if decode_steps and (other is None or not lane.last_was_decode):
         draft_is_lost = models["draft"].location == "lost"
@@ -92,7 +92,7 @@ def choose_launch(
         )
         return start_launch(lane, batch, plan, step_count), models, Launch(batch)
     assert other is not None
-    if len(others) > 1 and choose_lane(settings, other.effect) == PROMPTS:
+    if len(others) > 1 and may_share_launch(others, settings):
         lane_after_prompts, batch = choose_prompts(lane, others, requests, settings)
         return start_launch(lane_after_prompts, batch), models, Launch(batch)
     launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if decode_steps else other
@@ -102,6 +102,17 @@ def choose_launch(
     chunk_count = count_chunks(launched, settings) if can_stop else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
+
+
+def may_share_launch(others: Sequence[EffectRequest], settings: Settings) -> bool:
+    """May these effects share a launch? On the prompt lane prompts may.
+
+    Where prompts go along with decode steps, they may as well, except with positional state: what they wait for is the
+    same lane, and its launches can be as long.
+    """
+    if settings.mixed_launches and not settings.stateful:
+        return all(may_go_along(one.effect) for one in others)
+    return choose_lane(settings, others[0].effect) == PROMPTS
 
 
 def plan_decode_launch(

@@ -36,8 +36,17 @@ from effects.decode import RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import step_prices
-from states.lane import Lane, find_prompt_along, join_waiting, may_go_along, start_launch, with_decode_plan
-from states.prompt_choice import FORWARDS, choose_other_effect, shorten_prefill
+from states.lane import (
+    FORWARDS_ALONG,
+    Lane,
+    count_decode_steps,
+    join_waiting,
+    list_rows_along,
+    may_go_along,
+    start_launch,
+    with_decode_plan,
+)
+from states.prompt_choice import choose_other_effect, shorten_prefill
 from states.request_states import State
 from states.settings import Settings
 from states.speculation_plan import Plan
@@ -50,12 +59,44 @@ SEVERAL_PROMPTS_FACTOR = 2
 UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 
 
+def choose_mixed_chunks(
+    lane: Lane,
+    others: Sequence[EffectRequest],
+    step_count: int,
+    requests: Mapping[RequestId, State],
+    settings: Settings,
+) -> tuple[Lane, tuple[EffectRequest, ...]]:
+    """Choose the prompts whose next rows go along with decode steps, in order. Returns the rows of each.
+
+    others: the waiting effects that are no decode steps. step_count: the requests that decode. The first prompt is the
+    one whose turn it is (`choose_other_effect`). Where prompts share forwards, those behind it follow in the order of
+    their turns, while there is room. The lane counts the turns in which a prompt is overtaken.
+    """
+    rest = list(others)
+    chosen = list[EffectRequest]()
+    rows_along = list_rows_along(lane)
+    prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
+    while rest and not (settings.stateful and rows_along):
+        after, other = choose_other_effect(lane, rest, requests)
+        chunk = choose_mixed_chunk(step_count, other, prompt_count, settings, sum(rows_along))
+        if chunk is None:
+            break
+        lane = after
+        chosen.append(chunk)
+        rest.remove(other)
+        rows_along.append(count_rows(chunk))
+        if not settings.mixed_launches:
+            break
+    return lane, tuple(chosen)
+
+
 def choose_mixed_chunk(
-    step_count: int, other: EffectRequest, prompt_count: int, settings: Settings
+    step_count: int, other: EffectRequest, prompt_count: int, settings: Settings, rows_along: int = 0
 ) -> EffectRequest | None:
     """Return the next rows of a prompt that go along with decode steps; None: the two take turns.
 
-    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`.
+    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`. rows_along: of prompts that
+    go along before this one.
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
     wider if several prompts wait. With positional state the rows are at most a block, unless the kernels update a
@@ -67,6 +108,7 @@ def choose_mixed_chunk(
       forward.
     * The other effect is no prefill, or one that may not go along (`may_go_along`).
     * The decode steps leave no room in the forward.
+    * The prompts before it leave less room than a block, and the prompt needs more.
     """
     if not settings.mixed_rows or not may_go_along(other.effect):
         return None
@@ -81,50 +123,57 @@ def choose_mixed_chunk(
         return None
     if not settings.mixed_launches:
         return shorten_prefill(other, prompt_rows)
-    launched = shorten_prefill(other, FORWARDS * prompt_rows)
+    room = FORWARDS_ALONG * prompt_rows - rows_along
+    if rows_along and room < min(settings.block_size, count_rows(other)):
+        return None
+    launched = shorten_prefill(other, room)
     assert isinstance(launched.effect, RunPrefill), "nothing else may go along"
     return evolve(launched, effect=evolve(launched.effect, forward_rows=forward_rows))
 
 
 def start_mixed_launch(
-    lane: Lane, decode_steps: Sequence[EffectRequest], prompt_chunk: EffectRequest, settings: Settings
+    lane: Lane, decode_steps: Sequence[EffectRequest], prompt_chunks: Sequence[EffectRequest], settings: Settings
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Start a launch of decode steps whose last member is rows of a prompt. Returns the batch as well.
+    """Start a launch of decode steps whose last members are rows of prompts. Returns the batch as well.
 
     Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
     most = 1
     if settings.mixed_launches:
-        most = count_forwards(prompt_chunk, len(decode_steps)) if settings.max_copied else UNLIMITED_STEPS
+        most = count_forwards(prompt_chunks, len(decode_steps)) if settings.max_copied else UNLIMITED_STEPS
     effects = [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
     counts = [min(most, effect.steps) for effect in effects]
     steps = [with_decode_plan(one, 0, count) for one, count in zip(decode_steps, counts, strict=True)]
-    batch = (*steps, prompt_chunk)
+    batch = (*steps, *prompt_chunks)
     after = start_launch(lane, batch, Plan((0,) * len(steps)), max(counts))
     return evolve(after, proposing_steps=lane.proposing_steps), batch
 
 
-def count_forwards(prompt_chunk: EffectRequest, step_count: int) -> int:
-    """Count the forwards that these rows of a prompt take together with decode steps, if no further step joins."""
-    effect = prompt_chunk.effect
+def count_rows(effect_request: EffectRequest) -> int:
+    """Count the rows that a prefill asks for."""
+    effect = effect_request.effect
     assert isinstance(effect, RunPrefill), "nothing else goes along"
-    return -(-(effect.stop - effect.start) // (effect.forward_rows - step_count))
+    return effect.stop - effect.start
+
+
+def count_forwards(prompt_chunks: Sequence[EffectRequest], step_count: int) -> int:
+    """Count the forwards that rows of prompts take together with decode steps, if no further step joins."""
+    effect = prompt_chunks[0].effect
+    assert isinstance(effect, RunPrefill), "nothing else goes along"
+    return -(-sum(map(count_rows, prompt_chunks)) // (effect.forward_rows - step_count))
 
 
 def join_mixed_launch(
     lane: Lane, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Let waiting decode steps and one prompt join the running launch. Returns them as they are launched.
+    """Let waiting decode steps and prompts join the running launch. Returns them as they are launched.
 
-    No prompt joins where one goes along already, or where there is no room for its rows. The decode steps come first.
+    No prompt joins where there is no room for its rows beside those that go along already. The decode steps come first.
     What does not join keeps waiting.
     """
-    joining = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
+    steps = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
     prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
-    if prompts and find_prompt_along(lane) is None:
-        after, prompt = choose_other_effect(lane, prompts, requests)
-        along = choose_mixed_chunk(len(lane.running) + len(joining), prompt, len(prompts), settings)
-        if along is not None:
-            lane = after
-            joining = (*joining, along)
+    step_count = count_decode_steps(lane.running) + len(steps)
+    lane, chunks = choose_mixed_chunks(lane, prompts, step_count, requests, settings)
+    joining = (*steps, *chunks)
     return join_waiting(lane, joining, lane.plan), joining

@@ -70,7 +70,7 @@ def choose_prompts(
         after, one = choose_other_effect(lane, rest, requests)
         launched = one if chosen else shorten_prefill(one, FORWARDS * settings.chunk)
         effect = launched.effect
-        assert isinstance(effect, RunPrefill), "only prompts are on the prompt lane"
+        assert isinstance(effect, RunPrefill), "only prompts share a launch"
         is_long = effect.stop - effect.start > settings.chunk
         if is_long and not chosen:
             return after, (launched,)

@@ -57,7 +57,8 @@ def test_a_prompt_goes_along_with_steps_that_run_unattended() -> None:
     along = a_prompt(1, 4, 4 + 2 * 14, forward_rows=16)
     assert chosen == Launch((a_step(2), a_step(3, steps=1), along)), "two forwards of 14 rows beside two decode rows"
     assert after_.runs_unattended
-    assert lane.find_prompt_along(after_) == along
+    assert lane.list_rows_along(after_) == [28]
+    assert after_.running[-1] == along
 
 
 def test_where_no_step_may_go_on_the_launch_has_one_forward() -> None:
