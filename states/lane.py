@@ -213,7 +213,10 @@ def has_prompt_along(lane: Lane) -> bool:
 def has_room_along(lane: Lane, settings: Settings) -> bool:
     """May one more prompt go along, beside those that do? `choose_mixed_chunk` says how many of its rows."""
     rows = list_rows_along(lane)
-    return not rows or (not settings.stateful and sum(rows) < FORWARDS_ALONG * settings.mixed_rows)
+    if not rows or settings.stateful:
+        return not rows
+    most = FORWARDS_ALONG * (settings.mixed_rows - count_decode_steps(lane.running))
+    return sum(rows) + settings.block_size <= most
 
 
 def may_go_along(effect: Effect) -> bool:

@@ -113,7 +113,7 @@ def choose_mixed_chunk(
     if not settings.mixed_rows or not may_go_along(other.effect):
         return None
     least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * step_count)
-    is_wider = prompt_count > 1 and not settings.commits_per_segment
+    is_wider = prompt_count > 1 and not (settings.mixed_launches or settings.commits_per_segment)
     wanted_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
     forward_rows = min(wanted_rows, settings.chunk)
     prompt_rows = forward_rows - step_count

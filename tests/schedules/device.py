@@ -175,7 +175,7 @@ class Device:
         """The next thing on the lane; what it answers, member by member."""
         match self.lane.popleft():
             case Launch() as launch:
-                return self.carry_out(launch, self.lane)
+                return self.carry_out(self.take_next_forward(launch, self.lane), self.lane)
             case EffectRequest(request, OpenSlot() as opening):
                 self.open(request, opening)
                 return []
@@ -211,10 +211,21 @@ class Device:
             assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
             assert len(effects) == 1 or effect.stop - effect.start <= chunk, "a long prompt has a launch of its own"
         launch = self.prompt_lane.popleft()
-        count = len(group_prefills(effects, chunk)[0])
+        return self.carry_out(self.take_next_forward(launch, self.prompt_lane), self.prompt_lane)
+
+    def take_next_forward(self, launch: Launch, queue: deque[Any]) -> Launch:
+        """Take the prompts that share the next forward of a launch of prompts only. The others stay in the queue.
+
+        Prompts that were to go along with decode steps share none: the launch that they were to join has ended.
+        """
+        effects = [one.effect for one in launch.effect_requests if isinstance(one.effect, RunPrefill)]
+        if len(effects) < max(2, len(launch.effect_requests)):
+            return launch
+        go_along = all(effect.forward_rows for effect in effects)
+        count = 1 if go_along else len(group_prefills(effects, self.settings.chunk)[0])
         if launch.effect_requests[count:]:
-            self.prompt_lane.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
-        return self.carry_out(evolve(launch, effect_requests=launch.effect_requests[:count]), self.prompt_lane)
+            queue.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
+        return evolve(launch, effect_requests=launch.effect_requests[:count])
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
