@@ -200,7 +200,11 @@ def test_several_prompts_go_along_with_decode_steps_as_far_as_two_forwards_have_
     """Two forwards of 16 rows have room for 30 rows behind one decode row."""
     waiting = (a_prompt(1, 0, 12), a_prompt(2, 0, 8), a_prompt(3, 0, 60), a_prompt(4, 0, 5), a_step(5))
     after, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, ALONG, {}, Rates())
-    rows = (a_prompt(1, 0, 12, forward_rows=16), a_prompt(2, 0, 8, forward_rows=16), a_prompt(3, 0, 10, forward_rows=16))
+    rows = (
+        a_prompt(1, 0, 12, forward_rows=16),
+        a_prompt(2, 0, 8, forward_rows=16),
+        a_prompt(3, 0, 10, forward_rows=16),
+    )
     assert chosen == Launch((a_step(5), *rows))
     assert after.waiting == waiting[3:4]
     assert not lane.can_join(after, ALONG)
