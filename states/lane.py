@@ -196,27 +196,27 @@ def is_blocking(lane: Lane) -> bool:
     """
     if not (lane.runs_unattended and lane.waiting and lane.running):
         return False
-    return not has_prompt_along(lane) or not all(may_go_along(one.effect) for one in lane.waiting)
+    return not list_prompts_along(lane) or not all(may_go_along(one.effect) for one in lane.waiting)
 
 
-def list_rows_along(lane: Lane) -> list[int]:
-    """Return how many rows each prompt has that goes along with the decode steps of the running launch."""
+def list_prompts_along(lane: Lane) -> list[RunPrefill]:
+    """Return the prefills whose rows go along with the decode steps of the running launch."""
     effects = (one.effect for one in lane.running if isinstance(one.effect, RunPrefill))
-    return [effect.stop - effect.start for effect in effects if effect.forward_rows]
+    return [effect for effect in effects if effect.forward_rows]
 
 
-def has_prompt_along(lane: Lane) -> bool:
-    """Do rows of a prompt go along with the decode steps of the running launch?"""
-    return any(isinstance(one.effect, RunPrefill) and one.effect.forward_rows for one in lane.running)
+def count_rows_along(lane: Lane) -> int:
+    """Count the rows of all prompts that go along with the decode steps of the running launch."""
+    return sum(effect.stop - effect.start for effect in list_prompts_along(lane))
 
 
 def has_room_along(lane: Lane, settings: Settings) -> bool:
     """May one more prompt go along, beside those that do? `choose_mixed_chunk` says how many of its rows."""
-    rows = list_rows_along(lane)
-    if not rows or settings.stateful:
-        return not rows
-    most = FORWARDS_ALONG * (settings.mixed_rows - count_decode_steps(lane.running))
-    return sum(rows) + settings.block_size <= most
+    along = list_prompts_along(lane)
+    if not along or settings.stateful:
+        return not along
+    most = FORWARDS_ALONG * (along[0].forward_rows - count_decode_steps(lane.running))
+    return count_rows_along(lane) + settings.block_size <= most
 
 
 def may_go_along(effect: Effect) -> bool:

@@ -54,7 +54,7 @@ from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
 from states.residency import Models
 from states.sequences import round_down_to_block
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.speculation_plan import Plan, SpeculationControl
 from states.step_prices import Shape
 
@@ -81,7 +81,8 @@ def choose_launch(
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     if decode_steps and other is not None:
-        after, chunks = choose_mixed_chunks(lane, others, len(decode_steps), requests, settings)
+        context = DecisionContext(settings, rates)
+        after, chunks = choose_mixed_chunks(lane, others, len(decode_steps), requests, context)
         if chunks:
             after, batch = start_mixed_launch(after, decode_steps, chunks, settings)
             return after, models, Launch(batch)
@@ -247,7 +248,7 @@ def join_launch(
     members = (*lane.running, *lane.waiting)
     controls = [find_control(requests, one) for one in members]
     if settings.mixed_launches and not settings.max_copied:
-        return join_mixed_launch(lane, requests, settings)
+        return join_mixed_launch(lane, requests, DecisionContext(settings, rates))
     if not settings.max_copied or not any(control and control.copy_widths for control in controls):
         return join_waiting(lane, lane.waiting, lane.plan), lane.waiting
     shape = get_step_shape(members)

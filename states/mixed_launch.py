@@ -41,14 +41,15 @@ from states.lane import (
     Lane,
     count_decode_steps,
     join_waiting,
-    list_rows_along,
+    count_rows_along,
     may_go_along,
     start_launch,
     with_decode_plan,
 )
 from states.prompt_choice import choose_other_effect, shorten_prefill
+from states.rates import estimate_prefill_time
 from states.request_states import State
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.speculation_plan import Plan
 
 MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
@@ -56,6 +57,7 @@ MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows 
 # fewer steps delay the first tokens. For eight sessions with a head of 4,000 tokens on two cores, the last first token
 # came 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
+FORWARD_PARTS = 4  # where prompts share forwards, these have at least one part in this many of a chunk
 UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 
 
@@ -64,7 +66,7 @@ def choose_mixed_chunks(
     others: Sequence[EffectRequest],
     step_count: int,
     requests: Mapping[RequestId, State],
-    settings: Settings,
+    context: DecisionContext,
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
     """Choose the prompts whose next rows go along with decode steps, in order. Returns the rows of each.
 
@@ -72,26 +74,27 @@ def choose_mixed_chunks(
     one whose turn it is (`choose_other_effect`). Where prompts share forwards, those behind it follow in the order of
     their turns, while there is room. The lane counts the turns in which a prompt is overtaken.
     """
+    settings = context.settings
     rest = list(others)
     chosen = list[EffectRequest]()
-    rows_along = list_rows_along(lane)
+    rows_along = count_rows_along(lane)
     prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
     while rest and not (settings.stateful and rows_along):
         after, other = choose_other_effect(lane, rest, requests)
-        chunk = choose_mixed_chunk(step_count, other, prompt_count, settings, sum(rows_along))
+        chunk = choose_mixed_chunk(step_count, other, prompt_count, context, rows_along)
         if chunk is None:
             break
         lane = after
         chosen.append(chunk)
         rest.remove(other)
-        rows_along.append(count_rows(chunk))
+        rows_along += count_rows(chunk)
         if not settings.mixed_launches:
             break
     return lane, tuple(chosen)
 
 
 def choose_mixed_chunk(
-    step_count: int, other: EffectRequest, prompt_count: int, settings: Settings, rows_along: int = 0
+    step_count: int, other: EffectRequest, prompt_count: int, context: DecisionContext, rows_along: int = 0
 ) -> EffectRequest | None:
     """Return the next rows of a prompt that go along with decode steps; None: the two take turns.
 
@@ -110,12 +113,10 @@ def choose_mixed_chunk(
     * The decode steps leave no room in the forward.
     * The prompts before it leave less room than a block, and the prompt needs more.
     """
+    settings = context.settings
     if not settings.mixed_rows or not may_go_along(other.effect):
         return None
-    least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * step_count)
-    is_wider = prompt_count > 1 and not (settings.mixed_launches or settings.commits_per_segment)
-    wanted_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
-    forward_rows = min(wanted_rows, settings.chunk)
+    forward_rows = choose_forward_rows(step_count, other, prompt_count, context)
     prompt_rows = forward_rows - step_count
     if settings.stateful and not settings.commits_per_segment:
         prompt_rows = min(prompt_rows, settings.block_size)
@@ -129,6 +130,29 @@ def choose_mixed_chunk(
     launched = shorten_prefill(other, room)
     assert isinstance(launched.effect, RunPrefill), "nothing else may go along"
     return evolve(launched, effect=evolve(launched.effect, forward_rows=forward_rows))
+
+
+def choose_forward_rows(step_count: int, other: EffectRequest, prompt_count: int, context: DecisionContext) -> int:
+    """Return the rows of a forward of decode steps and these rows of a prompt. The arguments are as above.
+
+    Where prompts share forwards, a forward takes no longer than the latency target, as far as its time is known: each
+    decode step waits for it. But narrow forwards take more time for each row. So it has at least one part in
+    FORWARD_PARTS of a chunk.
+    """
+    settings = context.settings
+    least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * step_count)
+    is_wider = prompt_count > 1 and not (settings.mixed_launches or settings.commits_per_segment)
+    rows = min(max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least), settings.chunk)
+    if not (settings.mixed_launches and settings.latency_target_ns) or settings.stateful:
+        return rows
+    effect = other.effect
+    assert isinstance(effect, RunPrefill), "nothing else goes along"
+    least = max(least, settings.chunk // FORWARD_PARTS)
+    while rows >= 2 * least and (
+        estimate_prefill_time(context.rates, effect.start, effect.start + rows) > settings.latency_target_ns
+    ):
+        rows //= 2
+    return rows
 
 
 def start_mixed_launch(
@@ -164,7 +188,7 @@ def count_forwards(prompt_chunks: Sequence[EffectRequest], step_count: int) -> i
 
 
 def join_mixed_launch(
-    lane: Lane, requests: Mapping[RequestId, State], settings: Settings
+    lane: Lane, requests: Mapping[RequestId, State], context: DecisionContext
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
     """Let waiting decode steps and prompts join the running launch. Returns them as they are launched.
 
@@ -174,6 +198,6 @@ def join_mixed_launch(
     steps = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
     prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     step_count = count_decode_steps(lane.running) + len(steps)
-    lane, chunks = choose_mixed_chunks(lane, prompts, step_count, requests, settings)
+    lane, chunks = choose_mixed_chunks(lane, prompts, step_count, requests, context)
     joining = (*steps, *chunks)
     return join_waiting(lane, joining, lane.plan), joining

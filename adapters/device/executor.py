@@ -282,7 +282,7 @@ class DeviceExecutor:
         outcomes = tuple[Outcome, ...]()
         only_prefills = all(isinstance(one.effect, RunPrefill) for one in rest)
         go_along = all(map(goes_along, rest))
-        if not only_prefills and (decode_steps or len(rest) > 1) or (decode_steps and len(rest) > 1 and not go_along):
+        if (not only_prefills and (decode_steps or len(rest) > 1)) or (decode_steps and len(rest) > 1 and not go_along):
             raise ValueError("only decode steps are batched, and a piece of a prompt with them, or several prompts")
         for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:

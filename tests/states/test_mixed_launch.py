@@ -19,6 +19,7 @@ from states.invariants import check_world
 from states.lane import Lane
 from states.mixed_launch import join_mixed_launch
 from states.rates import Rates
+from states.settings import DecisionContext
 from states.speculation_plan import Plan
 from states.world import Output, World, make_world
 from states.world import advance as advance_world
@@ -58,7 +59,7 @@ def test_a_prompt_goes_along_with_steps_that_run_unattended() -> None:
     along = a_prompt(1, 4, 4 + 2 * 14, forward_rows=16)
     assert chosen == Launch((a_step(2), a_step(3, steps=1), along)), "two forwards of 14 rows beside two decode rows"
     assert after_.runs_unattended
-    assert lane.list_rows_along(after_) == [28]
+    assert lane.count_rows_along(after_) == 28
     assert after_.running[-1] == along
 
 
@@ -85,7 +86,7 @@ def test_prompts_wait_for_the_one_that_goes_along_and_nothing_stops() -> None:
     assert not lane.can_join(busy, STATEFUL)
     done = lane.record_outcome(busy, EffectOutcome(TWO, PrefillAdvanced(28)), ends_together=False)
     assert lane.can_join(done, ALONG)
-    joined, joining = join_mixed_launch(done, {}, ALONG)
+    joined, joining = join_mixed_launch(done, {}, DecisionContext(ALONG))
     assert joining == (a_prompt(3, 0, 8, forward_rows=16),)
     assert joined.running == (a_step(1), *joining)
     assert joined.waiting == ()
@@ -95,7 +96,7 @@ def test_decode_steps_join_while_prompts_wait() -> None:
     waiting = (a_prompt(3, 0, 8), a_step(4))
     busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=waiting)
     assert lane.can_join(busy, ALONG)
-    joined, joining = join_mixed_launch(busy, {}, ALONG)
+    joined, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
     assert joining == (a_step(4),)
     assert joined.waiting == waiting[:1]
     assert not lane.is_blocking(joined)
@@ -103,7 +104,7 @@ def test_decode_steps_join_while_prompts_wait() -> None:
 
 def test_a_decode_step_and_a_prompt_join_together_the_step_first() -> None:
     busy = running(a_step(1), waiting=(a_prompt(3, 0, 40), a_step(4)))
-    _, joining = join_mixed_launch(busy, {}, ALONG)
+    _, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
     assert joining == (a_step(4), a_prompt(3, 0, 28, forward_rows=16))
 
 
@@ -229,12 +230,23 @@ def test_a_prompt_that_was_overtaken_twice_goes_along_first() -> None:
     assert after.overtakes == 0
 
 
+@pytest.mark.parametrize(
+    ("target_ns", "start", "rows"), [(0, 0, 64), (640, 0, 64), (639, 0, 32), (100, 0, 16), (640, 2000, 32)]
+)
+def test_a_forward_takes_no_longer_than_the_latency_target(target_ns: int, start: int, rows: int) -> None:
+    """A row takes 10 ns up to row 1,024 and 20 ns behind it. A quarter of a chunk is the least."""
+    settings = evolve(ALONG, mixed_rows=64, latency_target_ns=target_ns, max_context=4000)
+    waiting = (a_prompt(1, start, start + 300), a_step(2))
+    _, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, settings, {}, Rates((10, 20)))
+    assert chosen == Launch((a_step(2), a_prompt(1, start, start + 2 * (rows - 1), forward_rows=rows)))
+
+
 def test_rows_that_would_be_cut_to_less_than_a_block_wait_for_the_next_forward() -> None:
     busy = running(a_step(1), a_prompt(2, 0, 27, forward_rows=16), waiting=(a_prompt(3, 0, 8), a_step(4)))
-    _, joining = join_mixed_launch(busy, {}, ALONG)
+    _, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
     assert joining == (a_step(4),), "the room is one row"
     shorter = evolve(busy, running=(a_step(1), a_prompt(2, 0, 24, forward_rows=16)))
-    _, joining = join_mixed_launch(shorter, {}, ALONG)
+    _, joining = join_mixed_launch(shorter, {}, DecisionContext(ALONG))
     assert joining == (a_step(4), a_prompt(3, 0, 4, forward_rows=16))
 
 
