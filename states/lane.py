@@ -48,9 +48,10 @@ from states.settings import Settings
 from states.speculation_plan import NO_PLAN, Plan
 from states.step_prices import UNIT
 
-# Prompts that go along with decode steps have rows for this many forwards at most. While the device computes the first
-# one, the host hears of the last rows that were launched, and lets the next prompts join.
-FORWARDS_ALONG = 2
+# Prompts that share a launch have rows for this many forwards at most, also those that go along with decode steps. The
+# device has the second forward while the host hears of the first, which takes 1 to 10 ms where 64 requests are served. A
+# prompt that comes waits for all of them, so there are no more.
+FORWARDS = 2
 
 
 @frozen
@@ -215,7 +216,7 @@ def has_room_along(lane: Lane, settings: Settings) -> bool:
     along = list_prompts_along(lane)
     if not along or settings.stateful:
         return not along
-    most = FORWARDS_ALONG * (along[0].forward_rows - count_decode_steps(lane.running))
+    most = FORWARDS * (along[0].forward_rows - count_decode_steps(lane.running))
     return count_rows_along(lane) + settings.block_size <= most
 
 

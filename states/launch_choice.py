@@ -8,7 +8,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 1. An effect that needs no work (a model that is loaded already) is answered at once.
 2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows by
    `lane.join_waiting` where `lane.can_join` allows it, so a rule about the batch belongs there, too.
-3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
+3. Where the numerics allow it, the next rows of one prompt or several go with that batch in the same forward
    (`states/mixed_launch.py`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
@@ -17,7 +17,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    searched, `states/suffix_control.py` plans how many tokens each member copies instead, by the length of the match.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
    (`choose_step_counts`).
-7. Among prompts, the shortest goes first as a rule. On the prompt lane several prompts may share a launch and its
+7. Among prompts, the shortest goes first as a rule. Several prompts may share a launch (`may_share_launch`) and its
    forwards (`states/prompt_choice.py`).
 
 Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
@@ -295,7 +295,7 @@ def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[Re
     The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
     """
     states = dict[RequestId, State]()
-    # A mixed launch has one member more than proposals: the prompt's chunk, which is the last.
+    # A mixed launch has more members than proposals: the rows of prompts, which come last.
     for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
         state = requests[effect_request.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):

@@ -1,4 +1,4 @@
-"""Mixed launches: decode steps that take the next rows of a prompt along in the same forwards.
+"""Mixed launches: decode steps that take the next rows of prompts along in the same forwards.
 
 Problem. A forward of a large model reads all weights, whether it has one row or hundreds. So rows of a prompt and
 decode rows are best computed together. But a launch of one forward leaves a GPU idle afterwards, until the host has
@@ -7,22 +7,27 @@ read its tokens, decided what comes next, and launched that.
 Idea. There are two forms of a mixed launch:
 
 * One forward: decode steps of one token each, and the rows of a prompt that fill the forward.
-* Several forwards (`Settings.mixed_launches`): the decode steps run unattended, and the prompt's rows go along step
-  after step. The executor launches each forward before it has read the tokens of the one before. The prompt gets
-  FORWARDS forwards at most. Then one of the waiting prompts is chosen again, as a rule the shortest
-  (`prompt_choice.choose_other_effect`). It may be the same prompt.
+* Several forwards (`Settings.mixed_launches`): the decode steps run unattended, and rows of prompts go along step after
+  step. The executor launches each forward before it has read the tokens of the one before. The rows of all prompts that
+  go along fill FORWARDS forwards at most. Then the waiting prompts are chosen from again, as a rule the shortest
+  (`prompt_choice.choose_other_effect`). A prompt whose rows were cut waits with the others.
 
-A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of the
-prompt that went along. A prompt joins it as well, unless another prompt goes along: then it waits for that one's rows.
+In a launch of the second form prompts take the rows of a forward in the order in which they joined. So the end of one
+prompt and the beginning of the next one share a forward. With positional state one prompt goes along at a time.
+
+A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of a
+prompt that went along. Prompts join it as well, as far as there is room beside those that go along. The others wait.
 
 A server that may copy earlier text (`max_copied`) copies nothing while a prompt goes along. So on such a server no
-prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompt has forwards when the
-launch begins (`count_forwards`). Then the next launch is planned with copies. Decode steps may join all the same, and
-leave the prompt fewer rows in each forward. If the launch ends before all rows were launched, the prompt's last outcome
-says how far they go, and the core asks for the others anew.
+prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompts have forwards when
+the launch begins (`count_forwards`). Then the next launch is planned with copies. Decode steps may join all the same,
+and leave the prompts fewer rows in each forward. If the launch ends before all rows were launched, a prompt's last
+outcome says how far they go, and the core asks for the others anew.
 
-Example. Requests 1 and 2 decode in one launch. Request 3 comes with a prompt of 1,000 rows, and forwards have 512 rows.
-It joins the launch. The next steps take 510 and 490 of its rows along; then its first decode step joins the launch.
+Example. Requests 1 and 2 decode in one launch. Requests 3 and 4 come with prompts of 800 and 1,000 rows, and forwards
+have 512 rows. Two of them have room for 1,020 rows: 800 of request 3, and 220 of request 4. The next steps take along
+510 rows of request 3, then its other 290 rows and 220 of request 4. Then the first decode step of request 3 joins the
+launch, and the next 780 rows of request 4 do.
 """
 
 from __future__ import annotations
@@ -37,11 +42,11 @@ from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import step_prices
 from states.lane import (
-    FORWARDS_ALONG,
+    FORWARDS,
     Lane,
     count_decode_steps,
-    join_waiting,
     count_rows_along,
+    join_waiting,
     may_go_along,
     start_launch,
     with_decode_plan,
@@ -124,7 +129,7 @@ def choose_mixed_chunk(
         return None
     if not settings.mixed_launches:
         return shorten_prefill(other, prompt_rows)
-    room = FORWARDS_ALONG * prompt_rows - rows_along
+    room = FORWARDS * prompt_rows - rows_along
     if rows_along and room < min(settings.block_size, count_rows(other)):
         return None
     launched = shorten_prefill(other, room)
