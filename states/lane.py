@@ -48,9 +48,9 @@ from states.settings import Settings
 from states.speculation_plan import NO_PLAN, Plan
 from states.step_prices import UNIT
 
-# Prompts that share a launch have rows for this many forwards at most, also those that go along with decode steps. The
-# device has the second forward while the host hears of the first, which takes 1 to 10 ms where 64 requests are served. A
-# prompt that comes waits for all of them, so there are no more.
+# Prompts that share a launch, or go along with its decode steps, have rows for this many forwards at most. The device
+# has the second forward while the host hears of the first, which takes 1 to 10 ms where 64 requests are served. There
+# are no more, because a prompt that comes waits for all of them.
 FORWARDS = 2
 
 
