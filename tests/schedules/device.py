@@ -281,7 +281,8 @@ class Device:
         if not others or len(limited) < len(steps) + len(others) or not self.settings.mixed_rows:
             return False
         unattended = self.settings.mixed_launches and all(prompt.forward_rows > 0 for prompt in others)
-        plain = all(not one.propose and one.copying is None and (one.steps == 1 or unattended) for one in steps)
+        copying = any(one.copying is not None and any(one.copying.counts) for one in steps)
+        plain = not copying and all(not one.propose and (one.steps == 1 or unattended) for one in steps)
         alone = len(others) == 1 or (unattended and not self.settings.stateful)
         rows = sum(prompt.stop - prompt.start for prompt in others)
         fits = len(steps) + rows <= self.settings.chunk
