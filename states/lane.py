@@ -212,7 +212,7 @@ def count_rows_along(lane: Lane) -> int:
 
 
 def has_room_along(lane: Lane, settings: Settings) -> bool:
-    """May one more prompt go along, beside those that do? `choose_mixed_chunk` says how many of its rows."""
+    """May one more prompt go along, behind those that do? `choose_mixed_chunk` says how many of its rows."""
     along = list_prompts_along(lane)
     if not along or settings.stateful:
         return not along
@@ -238,7 +238,7 @@ def can_join(lane: Lane, settings: Settings) -> bool:
 
     Decode steps may join only where there is no draft: what each member proposes was chosen for the members of this
     launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
-    `Settings.mixed_launches` prompts can join as well, if there is room beside those that go along already
+    `Settings.mixed_launches` prompts can join as well, if there is room behind those that go along already
     (`has_room_along`) and no text may be copied.
     """
     if settings.max_proposals or not (lane.runs_unattended and lane.waiting and lane.running and lane.last_was_decode):

@@ -16,7 +16,7 @@ In a launch of the second form prompts take the rows of a forward in the order i
 prompt and the beginning of the next one share a forward. With positional state one prompt goes along at a time.
 
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of a
-prompt that went along. Prompts join it as well, as far as there is room beside those that go along. The others wait.
+prompt that went along. Prompts join it as well, as far as there is room behind those that go along. The others wait.
 
 A server that may copy earlier text (`max_copied`) copies nothing while a prompt goes along. So on such a server no
 prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompts have forwards when
