@@ -63,9 +63,9 @@ MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows 
 # came 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
 FORWARD_PARTS = 4  # where prompts share forwards, these have at least one part in this many of a chunk
-# Such a forward may take this many halves of the latency target. For 16 agents' sessions of an 8B model on an H200, with
-# 2 instead of 3 the first tokens of first turns came after 0.46 instead of 0.40 s, and those of later turns after 0.37
-# instead of 0.26 s (p95).
+# Rows of prompts may take this many halves of the latency target. For 16 agents' sessions of an 8B model on an H200,
+# with 2 instead of 3 the first tokens of first turns came after 0.46 instead of 0.40 s, and those of later turns after
+# 0.37 instead of 0.26 s (p95).
 HALF_TARGETS = 3
 UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 

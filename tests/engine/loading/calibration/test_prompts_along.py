@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from engine.loading.calibration import prompts_along
 from engine.loading.calibration.prompts_along import with_prompts_along
 from states.settings import Settings
 
@@ -16,7 +17,7 @@ DENSE = Settings(chunk=2048, chunks_per_prefill=8, prompt_lane_min_rows=128)
 
 
 def make_shard(*, runs_ahead: bool = True, span: int = 8) -> Any:
-    return SimpleNamespace(spec=SimpleNamespace(runs_ahead=runs_ahead), span=span)
+    return SimpleNamespace(spec=SimpleNamespace(runs_ahead=runs_ahead), span=span, parts=(None,))
 
 
 def test_a_hybrid_on_a_gpu_takes_prompts_along_and_a_lone_prompt_gets_a_few_chunks() -> None:
@@ -35,6 +36,16 @@ def test_prompts_of_a_dense_model_on_a_gpu_go_along_instead_of_having_a_lane() -
 def test_prompts_of_a_dense_model_keep_their_lane_where_text_is_copied(changes: dict[str, Any]) -> None:
     settings = evolve(DENSE, **changes)
     assert with_prompts_along(settings, make_shard()) == settings
+
+
+def test_prompts_of_a_model_with_experts_keep_their_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Part:
+        config = SimpleNamespace(experts=SimpleNamespace(count=8))
+
+    monkeypatch.setattr(prompts_along, "DenseShard", Part)
+    shard = make_shard()
+    shard.parts = (Part(),)
+    assert with_prompts_along(DENSE, shard) == DENSE
 
 
 @pytest.mark.parametrize(
