@@ -15,7 +15,7 @@ Life of a launch:
 3. A launch may run unattended: it does several decode steps, or several chunks of a prompt, without asking the core.
    Each outcome on the way says `more`. Its last outcome takes the member off `running` (`record_outcome`).
 4. When an effect arrives while a launch runs unattended, one of three things happens. It joins the launch (`can_join`).
-   Or it waits without stopping the launch: a prompt does so while another one goes along. Or the executor is asked
+   Or it waits without stopping the launch: a prompt does so while others go along. Or the executor is asked
    once to stop the launch after its current step (`StopLaunch`). `runs_unattended` is False from then on.
 
 Invariants, asserted in `states/invariants.py`:
@@ -23,7 +23,7 @@ Invariants, asserted in `states/invariants.py`:
 * A request has at most one effect on all lanes together.
 * A lane on which something waits is running, unless all that waits are decode steps without free pages.
 * Nothing that waits needs an unattended launch to end (`is_blocking` is False between two events). Only prompts may
-  wait during such a launch, while another prompt goes along with it (`states/mixed_launch.py`).
+  wait during such a launch, while other prompts go along with it (`states/mixed_launch.py`).
 
 Example. Requests 1 and 2 decode in one launch that runs unattended. Request 3 has finished its prefill and asks for its
 first decode step. Its effect is enqueued, `can_join` holds, and the world sends `Launch(..., joins=True)`: request 3
@@ -32,6 +32,8 @@ With `Settings.mixed_launches` the prefill joins as well, if its rows may go alo
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
@@ -45,6 +47,11 @@ from states.events import EffectOutcome
 from states.settings import Settings
 from states.speculation_plan import NO_PLAN, Plan
 from states.step_prices import UNIT
+
+# Prompts that share a launch, or go along with its decode steps, have rows for this many forwards at most. The device
+# has the second forward while the host hears of the first, which takes 1 to 10 ms where 64 requests are served. There
+# are no more, because a prompt that comes waits for all of them.
+FORWARDS = 2
 
 
 @frozen
@@ -185,18 +192,32 @@ def can_launch(lane: Lane) -> bool:
 def is_blocking(lane: Lane) -> bool:
     """Does something wait for the end of a launch that runs unattended?
 
-    Prompts that may go along with decode steps do not, while another prompt goes along: their turn comes when that
-    one's rows are there, and the launch need not end for it.
+    Prompts that may go along with decode steps do not, while other prompts go along: their turn comes when rows of
+    those were launched, and the launch need not end for it.
     """
     if not (lane.runs_unattended and lane.waiting and lane.running):
         return False
-    return find_prompt_along(lane) is None or not all(may_go_along(one.effect) for one in lane.waiting)
+    return not list_prompts_along(lane) or not all(may_go_along(one.effect) for one in lane.waiting)
 
 
-def find_prompt_along(lane: Lane) -> EffectRequest | None:
-    """Return the prompt whose rows go along with the decode steps of the running launch; None: there is none."""
-    running = (one for one in lane.running if isinstance(one.effect, RunPrefill) and one.effect.forward_rows)
-    return next(running, None)
+def list_prompts_along(lane: Lane) -> list[RunPrefill]:
+    """Return the prefills whose rows go along with the decode steps of the running launch."""
+    effects = (one.effect for one in lane.running if isinstance(one.effect, RunPrefill))
+    return [effect for effect in effects if effect.forward_rows]
+
+
+def count_rows_along(lane: Lane) -> int:
+    """Count the rows of all prompts that go along with the decode steps of the running launch."""
+    return sum(effect.stop - effect.start for effect in list_prompts_along(lane))
+
+
+def has_room_along(lane: Lane, settings: Settings) -> bool:
+    """May one more prompt go along, behind those that do? `choose_mixed_chunk` says how many of its rows."""
+    along = list_prompts_along(lane)
+    if not along or settings.stateful:
+        return not along
+    most = FORWARDS * (along[0].forward_rows - count_decode_steps(lane.running))
+    return count_rows_along(lane) + settings.block_size <= most
 
 
 def may_go_along(effect: Effect) -> bool:
@@ -217,7 +238,8 @@ def can_join(lane: Lane, settings: Settings) -> bool:
 
     Decode steps may join only where there is no draft: what each member proposes was chosen for the members of this
     launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
-    `Settings.mixed_launches` a prompt can join as well, unless another one goes along already or text may be copied.
+    `Settings.mixed_launches` prompts can join as well, if there is room behind those that go along already
+    (`has_room_along`) and no text may be copied.
     """
     if settings.max_proposals or not (lane.runs_unattended and lane.waiting and lane.running and lane.last_was_decode):
         return False
@@ -225,10 +247,14 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     prompts_join = settings.mixed_launches and not settings.max_copied
     if others and not (prompts_join and all(may_go_along(one.effect) for one in others)):
         return False
-    along = find_prompt_along(lane)
     joining_steps = len(lane.waiting) - len(others)
-    free_rows = settings.batch_rows - len(lane.running) + (along is not None)
-    return joining_steps <= free_rows and (joining_steps > 0 or along is None)
+    free_rows = settings.batch_rows - count_decode_steps(lane.running)
+    return joining_steps <= free_rows and (joining_steps > 0 or has_room_along(lane, settings))
+
+
+def count_decode_steps(effect_requests: Sequence[EffectRequest]) -> int:
+    """Count the decode steps among these effects."""
+    return sum(isinstance(one.effect, RunDecode) for one in effect_requests)
 
 
 def join_waiting(lane: Lane, joining: tuple[EffectRequest, ...], plan: Plan) -> Lane:

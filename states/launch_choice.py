@@ -8,7 +8,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 1. An effect that needs no work (a model that is loaded already) is answered at once.
 2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows by
    `lane.join_waiting` where `lane.can_join` allows it, so a rule about the batch belongs there, too.
-3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
+3. Where the numerics allow it, the next rows of one prompt or several go with that batch in the same forward
    (`states/mixed_launch.py`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
@@ -17,7 +17,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    searched, `states/suffix_control.py` plans how many tokens each member copies instead, by the length of the match.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
    (`choose_step_counts`).
-7. Among prompts, the shortest goes first as a rule. On the prompt lane several prompts may share a launch and its
+7. Among prompts, the shortest goes first as a rule. Several prompts may share a launch (`may_share_launch`) and its
    forwards (`states/prompt_choice.py`).
 
 Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
@@ -43,17 +43,18 @@ from states.lane import (
     can_launch,
     choose_lane,
     join_waiting,
+    may_go_along,
     remove_answered,
     start_launch,
     with_decode_plan,
 )
-from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunk, join_mixed_launch, start_mixed_launch
+from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunks, join_mixed_launch, start_mixed_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
 from states.residency import Models
 from states.sequences import round_down_to_block
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.speculation_plan import Plan, SpeculationControl
 from states.step_prices import Shape
 
@@ -80,10 +81,10 @@ def choose_launch(
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     if decode_steps and other is not None:
-        prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
-        prompt_chunk = choose_mixed_chunk(len(decode_steps), other, prompt_count, settings)
-        if prompt_chunk is not None:
-            after, batch = start_mixed_launch(lane_after_other, decode_steps, prompt_chunk, settings)
+        context = DecisionContext(settings, rates)
+        after, chunks = choose_mixed_chunks(lane, others, len(decode_steps), requests, context)
+        if chunks:
+            after, batch = start_mixed_launch(after, decode_steps, chunks, settings)
             return after, models, Launch(batch)
     if decode_steps and (other is None or not lane.last_was_decode):
         draft_is_lost = models["draft"].location == "lost"
@@ -92,7 +93,7 @@ def choose_launch(
         )
         return start_launch(lane, batch, plan, step_count), models, Launch(batch)
     assert other is not None
-    if len(others) > 1 and choose_lane(settings, other.effect) == PROMPTS:
+    if len(others) > 1 and may_share_launch(others, settings):
         lane_after_prompts, batch = choose_prompts(lane, others, requests, settings)
         return start_launch(lane_after_prompts, batch), models, Launch(batch)
     launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if decode_steps else other
@@ -102,6 +103,17 @@ def choose_launch(
     chunk_count = count_chunks(launched, settings) if can_stop else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
+
+
+def may_share_launch(others: Sequence[EffectRequest], settings: Settings) -> bool:
+    """May these effects share a launch? On the prompt lane prompts may.
+
+    Where prompts go along with decode steps, they may as well, except with positional state: what they wait for is the
+    same lane, and its launches can be as long.
+    """
+    if settings.mixed_launches and not settings.stateful:
+        return all(may_go_along(one.effect) for one in others)
+    return choose_lane(settings, others[0].effect) == PROMPTS
 
 
 def plan_decode_launch(
@@ -236,7 +248,7 @@ def join_launch(
     members = (*lane.running, *lane.waiting)
     controls = [find_control(requests, one) for one in members]
     if settings.mixed_launches and not settings.max_copied:
-        return join_mixed_launch(lane, requests, settings)
+        return join_mixed_launch(lane, requests, DecisionContext(settings, rates))
     if not settings.max_copied or not any(control and control.copy_widths for control in controls):
         return join_waiting(lane, lane.waiting, lane.plan), lane.waiting
     shape = get_step_shape(members)
@@ -283,7 +295,7 @@ def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[Re
     The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
     """
     states = dict[RequestId, State]()
-    # A mixed launch has one member more than proposals: the prompt's chunk, which is the last.
+    # A mixed launch has more members than proposals: the rows of prompts, which come last.
     for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
         state = requests[effect_request.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):

@@ -1,4 +1,4 @@
-"""Mixed launches: decode steps that take the next rows of a prompt along in the same forwards.
+"""Mixed launches: decode steps that take the next rows of prompts along in the same forwards.
 
 Problem. A forward of a large model reads all weights, whether it has one row or hundreds. So rows of a prompt and
 decode rows are best computed together. But a launch of one forward leaves a GPU idle afterwards, until the host has
@@ -7,22 +7,27 @@ read its tokens, decided what comes next, and launched that.
 Idea. There are two forms of a mixed launch:
 
 * One forward: decode steps of one token each, and the rows of a prompt that fill the forward.
-* Several forwards (`Settings.mixed_launches`): the decode steps run unattended, and the prompt's rows go along step
-  after step. The executor launches each forward before it has read the tokens of the one before. The prompt gets
-  FORWARDS forwards at most. Then one of the waiting prompts is chosen again, as a rule the shortest
-  (`prompt_choice.choose_other_effect`). It may be the same prompt.
+* Several forwards (`Settings.mixed_launches`): the decode steps run unattended, and rows of prompts go along step after
+  step. The executor launches each forward before it has read the tokens of the one before. The rows of all prompts that
+  go along fill FORWARDS forwards at most. Then the waiting prompts are chosen from again, as a rule the shortest
+  (`prompt_choice.choose_other_effect`). A prompt whose rows were cut waits with the others.
 
-A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of the
-prompt that went along. A prompt joins it as well, unless another prompt goes along: then it waits for that one's rows.
+In a launch of the second form prompts take the rows of a forward in the order in which they joined. So the end of one
+prompt and the beginning of the next one share a forward. With positional state one prompt goes along at a time.
+
+A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of a
+prompt that went along. Prompts join it as well, as far as there is room behind those that go along. The others wait.
 
 A server that may copy earlier text (`max_copied`) copies nothing while a prompt goes along. So on such a server no
-prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompt has forwards when the
-launch begins (`count_forwards`). Then the next launch is planned with copies. Decode steps may join all the same, and
-leave the prompt fewer rows in each forward. If the launch ends before all rows were launched, the prompt's last outcome
-says how far they go, and the core asks for the others anew.
+prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompts have forwards when
+the launch begins (`count_forwards`). Then the next launch is planned with copies. Decode steps may join all the same,
+and leave the prompts fewer rows in each forward. If the launch ends before all rows were launched, a prompt's last
+outcome says how far they go, and the core asks for the others anew.
 
-Example. Requests 1 and 2 decode in one launch. Request 3 comes with a prompt of 1,000 rows, and forwards have 512 rows.
-It joins the launch. The next steps take 510 and 490 of its rows along; then its first decode step joins the launch.
+Example. Requests 1 and 2 decode in one launch. Requests 3 and 4 come with prompts of 800 and 1,000 rows, and forwards
+have 512 rows. Two of them have room for 1,020 rows: 800 of request 3, and 220 of request 4. The next steps take along
+510 rows of request 3, then its other 290 rows and 220 of request 4. Then the first decode step of request 3 joins the
+launch, and the next 780 rows of request 4 do.
 """
 
 from __future__ import annotations
@@ -36,10 +41,20 @@ from effects.decode import RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import step_prices
-from states.lane import Lane, find_prompt_along, join_waiting, may_go_along, start_launch, with_decode_plan
-from states.prompt_choice import FORWARDS, choose_other_effect, shorten_prefill
+from states.lane import (
+    FORWARDS,
+    Lane,
+    count_decode_steps,
+    count_rows_along,
+    join_waiting,
+    may_go_along,
+    start_launch,
+    with_decode_plan,
+)
+from states.prompt_choice import choose_other_effect, shorten_prefill
+from states.rates import estimate_prefill_time
 from states.request_states import State
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.speculation_plan import Plan
 
 MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
@@ -47,15 +62,53 @@ MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows 
 # fewer steps delay the first tokens. For eight sessions with a head of 4,000 tokens on two cores, the last first token
 # came 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
+FORWARD_PARTS = 4  # where prompts share forwards, these have at least one part in this many of a chunk
+# Rows of prompts may take this many halves of the latency target. For 16 agents' sessions of an 8B model on an H200,
+# with 2 instead of 3 the first tokens of first turns came after 0.46 instead of 0.40 s, and those of later turns after
+# 0.37 instead of 0.26 s (p95).
+HALF_TARGETS = 3
 UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 
 
+def choose_mixed_chunks(
+    lane: Lane,
+    others: Sequence[EffectRequest],
+    step_count: int,
+    requests: Mapping[RequestId, State],
+    context: DecisionContext,
+) -> tuple[Lane, tuple[EffectRequest, ...]]:
+    """Choose the prompts whose next rows go along with decode steps, in order. Returns the rows of each.
+
+    others: the waiting effects that are no decode steps. step_count: the requests that decode. The first prompt is the
+    one whose turn it is (`choose_other_effect`). Where prompts share forwards, those behind it follow in the order of
+    their turns, while there is room. The lane counts the turns in which a prompt is overtaken.
+    """
+    settings = context.settings
+    rest = list(others)
+    chosen = list[EffectRequest]()
+    rows_along = count_rows_along(lane)
+    prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
+    while rest and not (settings.stateful and rows_along):
+        after, other = choose_other_effect(lane, rest, requests)
+        chunk = choose_mixed_chunk(step_count, other, prompt_count, context, rows_along)
+        if chunk is None:
+            break
+        lane = after
+        chosen.append(chunk)
+        rest.remove(other)
+        rows_along += count_rows(chunk)
+        if not settings.mixed_launches:
+            break
+    return lane, tuple(chosen)
+
+
 def choose_mixed_chunk(
-    step_count: int, other: EffectRequest, prompt_count: int, settings: Settings
+    step_count: int, other: EffectRequest, prompt_count: int, context: DecisionContext, rows_along: int = 0
 ) -> EffectRequest | None:
     """Return the next rows of a prompt that go along with decode steps; None: the two take turns.
 
-    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`.
+    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`. rows_along: of prompts that
+    go along before this one.
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
     wider if several prompts wait. With positional state the rows are at most a block, unless the kernels update a
@@ -67,13 +120,12 @@ def choose_mixed_chunk(
       forward.
     * The other effect is no prefill, or one that may not go along (`may_go_along`).
     * The decode steps leave no room in the forward.
+    * The prompts before it leave less room than a block, and the prompt needs more.
     """
+    settings = context.settings
     if not settings.mixed_rows or not may_go_along(other.effect):
         return None
-    least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * step_count)
-    is_wider = prompt_count > 1 and not settings.commits_per_segment
-    wanted_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
-    forward_rows = min(wanted_rows, settings.chunk)
+    forward_rows = choose_forward_rows(step_count, other, prompt_count, context)
     prompt_rows = forward_rows - step_count
     if settings.stateful and not settings.commits_per_segment:
         prompt_rows = min(prompt_rows, settings.block_size)
@@ -81,50 +133,79 @@ def choose_mixed_chunk(
         return None
     if not settings.mixed_launches:
         return shorten_prefill(other, prompt_rows)
-    launched = shorten_prefill(other, FORWARDS * prompt_rows)
+    room = FORWARDS * prompt_rows - rows_along
+    if rows_along and room < min(settings.block_size, count_rows(other)):
+        return None
+    launched = shorten_prefill(other, room)
     assert isinstance(launched.effect, RunPrefill), "nothing else may go along"
     return evolve(launched, effect=evolve(launched.effect, forward_rows=forward_rows))
 
 
+def choose_forward_rows(step_count: int, other: EffectRequest, prompt_count: int, context: DecisionContext) -> int:
+    """Return the rows of a forward of decode steps and these rows of a prompt. The arguments are as above.
+
+    Where prompts share forwards, the prompts' rows take no longer than one and a half latency targets, as far as their
+    time is known: each decode step waits for them. But narrow forwards take more time for each row. So a forward has at
+    least one part in FORWARD_PARTS of a chunk.
+    """
+    settings = context.settings
+    least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * step_count)
+    is_wider = prompt_count > 1 and not (settings.mixed_launches or settings.commits_per_segment)
+    rows = min(max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least), settings.chunk)
+    if not (settings.mixed_launches and settings.latency_target_ns) or settings.stateful:
+        return rows
+    effect = other.effect
+    assert isinstance(effect, RunPrefill), "nothing else goes along"
+    least = max(least, settings.chunk // FORWARD_PARTS)
+    most_ns = HALF_TARGETS * settings.latency_target_ns // 2
+    while rows >= 2 * least and (estimate_prefill_time(context.rates, effect.start, effect.start + rows) > most_ns):
+        rows //= 2
+    return rows
+
+
 def start_mixed_launch(
-    lane: Lane, decode_steps: Sequence[EffectRequest], prompt_chunk: EffectRequest, settings: Settings
+    lane: Lane, decode_steps: Sequence[EffectRequest], prompt_chunks: Sequence[EffectRequest], settings: Settings
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Start a launch of decode steps whose last member is rows of a prompt. Returns the batch as well.
+    """Start a launch of decode steps whose last members are rows of prompts. Returns the batch as well.
 
     Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
     most = 1
     if settings.mixed_launches:
-        most = count_forwards(prompt_chunk, len(decode_steps)) if settings.max_copied else UNLIMITED_STEPS
+        most = count_forwards(prompt_chunks, len(decode_steps)) if settings.max_copied else UNLIMITED_STEPS
     effects = [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
     counts = [min(most, effect.steps) for effect in effects]
     steps = [with_decode_plan(one, 0, count) for one, count in zip(decode_steps, counts, strict=True)]
-    batch = (*steps, prompt_chunk)
+    batch = (*steps, *prompt_chunks)
     after = start_launch(lane, batch, Plan((0,) * len(steps)), max(counts))
     return evolve(after, proposing_steps=lane.proposing_steps), batch
 
 
-def count_forwards(prompt_chunk: EffectRequest, step_count: int) -> int:
-    """Count the forwards that these rows of a prompt take together with decode steps, if no further step joins."""
-    effect = prompt_chunk.effect
+def count_rows(effect_request: EffectRequest) -> int:
+    """Count the rows that a prefill asks for."""
+    effect = effect_request.effect
     assert isinstance(effect, RunPrefill), "nothing else goes along"
-    return -(-(effect.stop - effect.start) // (effect.forward_rows - step_count))
+    return effect.stop - effect.start
+
+
+def count_forwards(prompt_chunks: Sequence[EffectRequest], step_count: int) -> int:
+    """Count the forwards that rows of prompts take together with decode steps, if no further step joins."""
+    effect = prompt_chunks[0].effect
+    assert isinstance(effect, RunPrefill), "nothing else goes along"
+    return -(-sum(map(count_rows, prompt_chunks)) // (effect.forward_rows - step_count))
 
 
 def join_mixed_launch(
-    lane: Lane, requests: Mapping[RequestId, State], settings: Settings
+    lane: Lane, requests: Mapping[RequestId, State], context: DecisionContext
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Let waiting decode steps and one prompt join the running launch. Returns them as they are launched.
+    """Let waiting decode steps and prompts join the running launch. Returns them as they are launched.
 
-    No prompt joins where one goes along already, or where there is no room for its rows. The decode steps come first.
+    No prompt joins where there is no room for its rows beside those that go along already. The decode steps come first.
     What does not join keeps waiting.
     """
-    joining = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
+    steps = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
     prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
-    if prompts and find_prompt_along(lane) is None:
-        after, prompt = choose_other_effect(lane, prompts, requests)
-        along = choose_mixed_chunk(len(lane.running) + len(joining), prompt, len(prompts), settings)
-        if along is not None:
-            lane = after
-            joining = (*joining, along)
+    step_count = count_decode_steps(lane.running) + len(steps)
+    lane, chunks = choose_mixed_chunks(lane, prompts, step_count, requests, context)
+    joining = (*steps, *chunks)
     return join_waiting(lane, joining, lane.plan), joining

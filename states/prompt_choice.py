@@ -5,7 +5,8 @@ soonest have the rows that a follower waits for. After MAX_OVERTAKES such turns 
 first, so that long prompts make progress, too. Where several prompts share a launch, each of them that goes before the
 prompt that has waited longest counts as one turn.
 
-While several prompts wait for the prompt lane, a launch has FORWARDS forwards at most. It has one of two forms:
+While several prompts wait for the prompt lane, a launch has FORWARDS forwards at most. So it is where prompts go along
+with decode steps (`states/mixed_launch.py`), but no request decodes. Such a launch has one of two forms:
 
 * The first prompt asks for more rows than a chunk. It has the launch to itself, and gets FORWARDS chunks at most.
 * The first prompt asks for a chunk or less. Then the prompts behind it go along while each asks for a chunk or less and
@@ -27,14 +28,11 @@ from attrs import evolve
 from effects.all import EffectRequest
 from effects.ids import RequestId
 from effects.prefill import RunPrefill, group_prefills
-from states.lane import Lane
+from states.lane import FORWARDS, Lane
 from states.request_states import Prefilling, Restoring, State
 from states.settings import Settings
 
 MAX_OVERTAKES = 2  # turns in a row in which a shorter prompt may go before the one that has waited longest
-# Forwards of one launch. The device has the second one while the host hears of the first, which takes 1 to 10 ms where
-# 64 requests are served. A prompt that comes waits for all of them, so there are no more.
-FORWARDS = 2
 
 
 def choose_other_effect(
@@ -59,7 +57,7 @@ def choose_other_effect(
 def choose_prompts(
     lane: Lane, prompts: Sequence[EffectRequest], requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Choose the prompts whose next rows go in one launch, in order, where several wait for the prompt lane.
+    """Choose the prompts whose next rows go in one launch, in order, where several wait and may share a launch.
 
     The module's docstring has the rules.
     """
@@ -70,7 +68,7 @@ def choose_prompts(
         after, one = choose_other_effect(lane, rest, requests)
         launched = one if chosen else shorten_prefill(one, FORWARDS * settings.chunk)
         effect = launched.effect
-        assert isinstance(effect, RunPrefill), "only prompts are on the prompt lane"
+        assert isinstance(effect, RunPrefill), "only prompts share a launch"
         is_long = effect.stop - effect.start > settings.chunk
         if is_long and not chosen:
             return after, (launched,)

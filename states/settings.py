@@ -27,8 +27,8 @@ class Settings:
     keep_decoded: bool = True  # decoded rows equal prefilled ones (buckets are proven equal), so they are kept
     batch_rows: int = 16  # rows of one batched decode step, proposals included
     mixed_rows: int = 0  # of a forward with decode steps and the next rows of a prompt; 0: the two take turns
-    # A prompt's rows go along with several decode steps of one launch, and prompts may join a launch. It needs mixed
-    # forwards, and no draft.
+    # Rows of prompts go along with several decode steps of one launch, and prompts may join a launch. It needs mixed
+    # forwards, and no draft. Without positional state several prompts share a forward.
     mixed_launches: bool = False
     prompt_lane_min_rows: int = (
         0  # prefills of more rows run on the prompt lane, while decode steps run; 0: there is no such lane

@@ -40,7 +40,7 @@ from itertools import takewhile
 from adapters.device.decode.decode_step import DecodeRunner
 from adapters.device.decode.prefill import PromptPiece, find_prompt_piece
 from adapters.device.decode.prefill_runner import PrefillRunner
-from adapters.device.decode.prompt_along import limit_to_forward
+from adapters.device.decode.prompt_along import goes_along, limit_to_forward
 from adapters.device.device_events import DeviceEventPort, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
@@ -274,13 +274,15 @@ class DeviceExecutor:
         """Carry out decode steps and behind them one other effect, or the next rows of several prompts.
 
         A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them. Where
-        steps can be overlapped, its rows may go along with several of them.
+        steps can be overlapped, rows of prompts may go along with several of them. Otherwise the first of these prompts
+        shares a forward, and the others have forwards of their own.
         """
         decode_steps = tuple(takewhile(lambda one: isinstance(one.effect, RunDecode), effect_requests))
         rest = effect_requests[len(decode_steps) :]
         outcomes = tuple[Outcome, ...]()
         only_prefills = all(isinstance(one.effect, RunPrefill) for one in rest)
-        if (len(rest) > 1 and (decode_steps or not only_prefills)) or (decode_steps and not only_prefills):
+        go_along = all(map(goes_along, rest))
+        if (not only_prefills and (decode_steps or len(rest) > 1)) or (decode_steps and len(rest) > 1 and not go_along):
             raise ValueError("only decode steps are batched, and a piece of a prompt with them, or several prompts")
         for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:
@@ -293,14 +295,15 @@ class DeviceExecutor:
                 steps.put([(one.request, self._carry_out_one(one, steps))])
             return
         if decode_steps:
-            effect_requests = (*decode_steps, limit_to_forward(rest[0], len(decode_steps)))
-            rest = effect_requests[-1:]
-            [(request, effect)] = [(one.request, one.effect) for one in rest]
-            piece = self._find_piece(rest[0])
+            first = limit_to_forward(rest[0], len(decode_steps))
+            effect_requests = (*decode_steps, first, *rest[1:])
+            request = first.request
+            effect = first.effect
+            piece = self._find_piece(first)
             outcomes = self.decoding.step(decode_steps, piece)
             if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
                 self._checkpoints.keep_after_chunk(request, effect, piece.state)
-        if len(rest) > 1:
+        elif len(rest) > 1 and not go_along:
             self._prefills.run_together(rest, steps)
             self._report_used_experts()
             return

@@ -247,7 +247,7 @@ def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, pa
 
 
 def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int, *, logits: bool) -> None:
-    """Run a step of a prompt, and one whose logits are needed."""
+    """Run a step of a prompt, and one with decode rows: its logits are needed, or rows of prompts may share it."""
     segments = (Segment(0, 0, rows),)
     tokens = torch.zeros(rows, dtype=torch.int64)
     step = Step(segments, bucket, rows_only=True)
@@ -257,6 +257,8 @@ def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int,
     if logits:
         step = Step(segments, bucket)
         shard.logits(step, shard.forward(step, tokens).hidden)
+    elif draft is None and shard.launches_ahead and not shard.states.specs:
+        shard.forward(Step(segments, bucket), tokens)
 
 
 def run_settling_steps(shard: Pipeline, bucket: int) -> None:

@@ -175,7 +175,7 @@ class Device:
         """The next thing on the lane; what it answers, member by member."""
         match self.lane.popleft():
             case Launch() as launch:
-                return self.carry_out(launch, self.lane)
+                return self.carry_out(self.take_next_forward(launch, self.lane), self.lane)
             case EffectRequest(request, OpenSlot() as opening):
                 self.open(request, opening)
                 return []
@@ -211,10 +211,21 @@ class Device:
             assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
             assert len(effects) == 1 or effect.stop - effect.start <= chunk, "a long prompt has a launch of its own"
         launch = self.prompt_lane.popleft()
-        count = len(group_prefills(effects, chunk)[0])
+        return self.carry_out(self.take_next_forward(launch, self.prompt_lane), self.prompt_lane)
+
+    def take_next_forward(self, launch: Launch, queue: deque[Any]) -> Launch:
+        """Take the prompts that share the next forward of a launch of prompts only. The others stay in the queue.
+
+        Prompts that were to go along with decode steps share none: the launch that they were to join has ended.
+        """
+        effects = [one.effect for one in launch.effect_requests if isinstance(one.effect, RunPrefill)]
+        if len(effects) < max(2, len(launch.effect_requests)):
+            return launch
+        go_along = all(effect.forward_rows for effect in effects)
+        count = 1 if go_along else len(group_prefills(effects, self.settings.chunk)[0])
         if launch.effect_requests[count:]:
-            self.prompt_lane.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
-        return self.carry_out(evolve(launch, effect_requests=launch.effect_requests[:count]), self.prompt_lane)
+            queue.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
+        return evolve(launch, effect_requests=launch.effect_requests[:count])
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
@@ -227,13 +238,17 @@ class Device:
         assert len(effect_requests) == 1 or is_forward, "that is no batch"
         assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
         decoding = len(decode_steps)
-        outcomes = [self.perform(limit_to_forward(one, decoding) if decoding else one) for one in effect_requests]
-        outcomes = count_rows(outcomes)
+        limited = share_out_rows(effect_requests) if decoding else effect_requests
+        # None: a prompt whose turn to go along comes with a later forward.
+        outcomes = count_rows([None if one is None else self.perform(one) for one in limited])
         onward = tuple(count_proposing_step(list(map(self.onward, effect_requests, outcomes)), outcomes))
         if decoding and not any(one is not None and isinstance(one.effect, RunDecode) for one in onward):
             onward = (None,) * len(effect_requests)  # a prompt goes along with decode steps only
         if (self.settings.max_proposals and not all(onward)) or self.rng.random() < 0.2:
             onward = (None,) * len(effect_requests)
+        for number, one in enumerate(onward):
+            if one is None and outcomes[number] is None:
+                outcomes[number] = self.perform(effect_requests[number])  # the launch ends before it could go along
         staying = tuple(effect_request for effect_request in onward if effect_request is not None)
         leaving = {
             effect_request.request for effect_request, then in zip(effect_requests, onward, strict=True) if then is None
@@ -247,6 +262,7 @@ class Device:
         return [
             (effect_request.request, one if then is None else evolve(one, more=True))
             for effect_request, one, then in zip(effect_requests, outcomes, onward, strict=True)
+            if one is not None
         ]
 
     def joining(self, queue: deque[Any]) -> tuple[EffectRequest, ...]:
@@ -258,14 +274,19 @@ class Device:
         return queue.popleft().effect_requests
 
     def mixes(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
-        """Decode steps, and rows of a prompt, in a forward that there is. Steps of one token, or the rows go along."""
+        """Decode steps, and rows of prompts, in a forward that there is. Steps of one token, or the rows go along."""
         steps = [one.effect for one in effect_requests if isinstance(one.effect, RunDecode)]
-        others = [limit_to_forward(one, len(steps)).effect for one in effect_requests if one.effect not in steps]
-        if len(others) != 1 or not isinstance(prompt := others[0], RunPrefill) or not self.settings.mixed_rows:
+        limited = share_out_rows(effect_requests)
+        others = [one.effect for one in limited if one is not None and isinstance(one.effect, RunPrefill)]
+        if not others or len(limited) < len(steps) + len(others) or not self.settings.mixed_rows:
             return False
-        unattended = self.settings.mixed_launches and prompt.forward_rows > 0
-        plain = all(not one.propose and one.copying is None and (one.steps == 1 or unattended) for one in steps)
-        return plain and prompt.logprobs < 0 and len(steps) + prompt.stop - prompt.start <= self.settings.chunk
+        unattended = self.settings.mixed_launches and all(prompt.forward_rows > 0 for prompt in others)
+        copying = any(one.copying is not None and any(one.copying.counts) for one in steps)
+        plain = not copying and all(not one.propose and (one.steps == 1 or unattended) for one in steps)
+        alone = len(others) == 1 or (unattended and not self.settings.stateful)
+        rows = sum(prompt.stop - prompt.start for prompt in others)
+        fits = len(steps) + rows <= self.settings.chunk
+        return plain and alone and fits and all(prompt.logprobs < 0 for prompt in others)
 
     def share_forward(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
         """Rows of several prompts, in a forward that there is."""
@@ -276,6 +297,8 @@ class Device:
     def onward(self, effect_request: EffectRequest, outcome: Any) -> EffectRequest | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
         one = effect_request.effect
+        if outcome is None:
+            return None if effect_request.request in self.abandoned | self.stopped else effect_request
         if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
             goes_on = outcome.stop < one.stop and effect_request.request not in self.abandoned | self.stopped
             return EffectRequest(effect_request.request, evolve(one, start=outcome.stop)) if goes_on else None
@@ -660,6 +683,24 @@ class CheckedStore:
 
     def release(self, release: ReleasePrefix) -> None:
         self.let_go(release.lease)
+
+
+def share_out_rows(effect_requests: tuple[EffectRequest, ...]) -> list[EffectRequest | None]:
+    """The effects of a launch as its next forward carries them out: prompts take its rows in order. None: not now."""
+    taken = sum(isinstance(one.effect, RunDecode) for one in effect_requests)
+    found: list[EffectRequest | None] = []
+    most = 0
+    for one in effect_requests:
+        effect = one.effect
+        if not isinstance(effect, RunPrefill) or not effect.forward_rows:
+            found.append(one)
+            continue
+        most = most or max(effect.forward_rows, taken + 1)
+        limited = limit_to_forward(EffectRequest(one.request, evolve(effect, forward_rows=most)), taken)
+        assert isinstance(limited.effect, RunPrefill)
+        found.append(limited if taken < most else None)
+        taken += limited.effect.stop - limited.effect.start
+    return found
 
 
 def count_rows(outcomes: list[Any]) -> list[Any]:

@@ -124,6 +124,34 @@ def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) 
         assert not play(seed, short_of_pages).world.requests
 
 
+def going_along(seed: int) -> Simulator:
+    """Return a schedule in which several prompts go along with the steps of one launch."""
+    drawn, rng = Simulator(seed), random.Random(seed)
+    how: dict[str, Any] = {"max_copied": rng.choice((0, 0, 5)), "mixed_rows": rng.choice((8, 16))}
+    how |= {"stateful": False, "state_checkpoints": 0, "max_proposals": 0, "max_branch": 0, "prompt_lane_min_rows": 0}
+    how |= {"slots": rng.randint(3, 6), "batch_rows": 8, "chunk": 16, "chunks_per_prefill": rng.choice((3, 4))}
+    settings = evolve(drawn.settings, **how, mixed_launches=True, pages=drawn.settings.pages and 60)
+    simulator = Simulator(seed, settings, drawn.jobs)
+    simulator.arrivals = 0.5
+    return simulator
+
+
+@pytest.mark.parametrize("first", chunks(100, 1000))
+def test_prompts_that_go_along_together_lose_nobody_and_change_no_answer(first: int) -> None:
+    together = 0
+    for seed in range(first, first + CHUNK):
+        simulator = play(seed, going_along)
+        assert not simulator.world.requests
+        launches = (out for _, outs in simulator.history for out in outs if isinstance(out, Launch))
+        prompts = ([one for one in launch.effect_requests if is_along(one)] for launch in launches)
+        together += sum(len(each) > 1 for each in prompts)
+    assert together > CHUNK // 10
+
+
+def is_along(effect_request: EffectRequest) -> bool:
+    return isinstance(effect_request.effect, RunPrefill) and effect_request.effect.forward_rows > 0
+
+
 def reading(seed: int) -> Simulator:
     """Return a schedule of prompts of many chunks, with a lane of their own, and with a store that may have them."""
     drawn, rng = Simulator(seed), random.Random(seed)

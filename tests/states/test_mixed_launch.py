@@ -19,12 +19,14 @@ from states.invariants import check_world
 from states.lane import Lane
 from states.mixed_launch import join_mixed_launch
 from states.rates import Rates
+from states.settings import DecisionContext
 from states.speculation_plan import Plan
 from states.world import Output, World, make_world
 from states.world import advance as advance_world
 from tests.states.builders import ONE, PLAIN, TWO, a_job
 
 ALONG = evolve(PLAIN, chunk=64, block_size=4, mixed_rows=16, mixed_launches=True, slots=4, max_context=200)
+STATEFUL = evolve(ALONG, stateful=True, commits_per_segment=True)
 THREE = RequestId(3)
 
 
@@ -57,7 +59,8 @@ def test_a_prompt_goes_along_with_steps_that_run_unattended() -> None:
     along = a_prompt(1, 4, 4 + 2 * 14, forward_rows=16)
     assert chosen == Launch((a_step(2), a_step(3, steps=1), along)), "two forwards of 14 rows beside two decode rows"
     assert after_.runs_unattended
-    assert lane.find_prompt_along(after_) == along
+    assert lane.count_rows_along(after_) == 28
+    assert after_.running[-1] == along
 
 
 def test_where_no_step_may_go_on_the_launch_has_one_forward() -> None:
@@ -80,9 +83,10 @@ def test_prompts_wait_for_the_one_that_goes_along_and_nothing_stops() -> None:
     busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=(a_prompt(3, 0, 8),))
     assert not lane.can_join(busy, ALONG)
     assert not lane.is_blocking(busy)
+    assert not lane.can_join(busy, STATEFUL)
     done = lane.record_outcome(busy, EffectOutcome(TWO, PrefillAdvanced(28)), ends_together=False)
     assert lane.can_join(done, ALONG)
-    joined, joining = join_mixed_launch(done, {}, ALONG)
+    joined, joining = join_mixed_launch(done, {}, DecisionContext(ALONG))
     assert joining == (a_prompt(3, 0, 8, forward_rows=16),)
     assert joined.running == (a_step(1), *joining)
     assert joined.waiting == ()
@@ -92,7 +96,7 @@ def test_decode_steps_join_while_prompts_wait() -> None:
     waiting = (a_prompt(3, 0, 8), a_step(4))
     busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=waiting)
     assert lane.can_join(busy, ALONG)
-    joined, joining = join_mixed_launch(busy, {}, ALONG)
+    joined, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
     assert joining == (a_step(4),)
     assert joined.waiting == waiting[:1]
     assert not lane.is_blocking(joined)
@@ -100,7 +104,7 @@ def test_decode_steps_join_while_prompts_wait() -> None:
 
 def test_a_decode_step_and_a_prompt_join_together_the_step_first() -> None:
     busy = running(a_step(1), waiting=(a_prompt(3, 0, 40), a_step(4)))
-    _, joining = join_mixed_launch(busy, {}, ALONG)
+    _, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
     assert joining == (a_step(4), a_prompt(3, 0, 28, forward_rows=16))
 
 
@@ -131,7 +135,7 @@ def test_more_steps_than_a_batch_has_room_for_end_the_launch() -> None:
 def test_prompts_join_the_launch_that_goes_on_one_after_the_other_and_nothing_is_stopped() -> None:
     """Also the first decode step of a prompt that went along."""
     prompt = tuple(range(40))
-    world, _ = advance(make_world(ALONG), submitted(ONE, (1,)))
+    world, _ = advance(make_world(STATEFUL), submitted(ONE, (1,)))
     world, outs = advance(world, submitted(TWO, prompt))
     [launch] = [out for out in outs if isinstance(out, Launch)]
     assert launch.joins
@@ -174,14 +178,78 @@ def test_a_prompt_that_nothing_waits_for_gets_several_chunks_behind_the_first_on
     assert [type(one.effect) for one in launch.effect_requests] == [RunDecode, RunPrefill]
 
 
-def test_where_several_prompts_wait_each_gets_a_chunk() -> None:
+def test_where_several_prompts_with_positional_state_wait_each_gets_a_chunk() -> None:
     before = Lane((a_prompt(1, 0, 192), a_prompt(2, 0, 150)))
-    after, _, chosen = launch_choice.choose_launch(before, {}, ALONG, {}, Rates())
+    after, _, chosen = launch_choice.choose_launch(before, {}, STATEFUL, {}, Rates())
     assert chosen == Launch((a_prompt(1, 0, 64),))
     assert not after.runs_unattended
-    alone, _, chosen = launch_choice.choose_launch(Lane((a_prompt(1, 0, 192),)), {}, ALONG, {}, Rates())
+    alone, _, chosen = launch_choice.choose_launch(Lane((a_prompt(1, 0, 192),)), {}, STATEFUL, {}, Rates())
     assert chosen == Launch((a_prompt(1, 0, 192),))
     assert alone.runs_unattended
+
+
+def test_prompts_without_decode_steps_share_a_launch_of_two_forwards() -> None:
+    before = Lane((a_prompt(1, 0, 40), a_prompt(2, 0, 24), a_prompt(3, 0, 60)))
+    _, _, chosen = launch_choice.choose_launch(before, {}, ALONG, {}, Rates())
+    assert chosen == Launch(before.waiting), "64 rows, and 60"
+    counted = Lane((*before.waiting, a_prompt(4, 0, 9, logprobs=1)))
+    _, _, chosen = launch_choice.choose_launch(counted, {}, ALONG, {}, Rates())
+    assert chosen == Launch(before.waiting[:1]), "a prompt that may not go along shares no launch"
+
+
+def test_several_prompts_go_along_with_decode_steps_as_far_as_two_forwards_have_room() -> None:
+    """Two forwards of 16 rows have room for 30 rows behind one decode row."""
+    waiting = (a_prompt(1, 0, 12), a_prompt(2, 0, 8), a_prompt(3, 0, 60), a_prompt(4, 0, 5), a_step(5))
+    after, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, ALONG, {}, Rates())
+    rows = (
+        a_prompt(1, 0, 12, forward_rows=16),
+        a_prompt(2, 0, 8, forward_rows=16),
+        a_prompt(3, 0, 10, forward_rows=16),
+    )
+    assert chosen == Launch((a_step(5), *rows))
+    assert after.waiting == waiting[3:4]
+    assert not lane.can_join(after, ALONG)
+    assert not lane.is_blocking(after)
+
+
+def test_the_shortest_prompts_go_along_first() -> None:
+    world, _ = advance(make_world(ALONG), submitted(ONE, (1,)))
+    world, _ = advance(world, submitted(TWO, tuple(range(100))))
+    for number, length in ((3, 30), (4, 20)):
+        world, _ = advance(world, submitted(number, tuple(range(100 * number, 100 * number + length))))
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(30)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    found = [(one.request, one.effect.stop - one.effect.start) for one in launch.effect_requests]
+    assert found == [(RequestId(4), 19), (THREE, 11)]
+
+
+def test_a_prompt_that_was_overtaken_twice_goes_along_first() -> None:
+    waiting = (a_prompt(2, 0, 60), a_prompt(3, 0, 8), a_prompt(4, 0, 5), a_step(5))
+    after, _, chosen = launch_choice.choose_launch(Lane(waiting, overtakes=2), {}, ALONG, {}, Rates())
+    assert chosen == Launch((a_step(5), a_prompt(2, 0, 30, forward_rows=16)))
+    assert after.overtakes == 0
+
+
+@pytest.mark.parametrize(
+    ("target_ns", "start", "rows"), [(0, 0, 64), (427, 0, 64), (426, 0, 32), (50, 0, 16), (427, 2000, 32)]
+)
+def test_the_rows_of_a_forward_take_no_longer_than_one_and_a_half_latency_targets(
+    target_ns: int, start: int, rows: int
+) -> None:
+    """A row takes 10 ns up to row 1,024 and 20 ns behind it. A quarter of a chunk is the least."""
+    settings = evolve(ALONG, mixed_rows=64, latency_target_ns=target_ns, max_context=4000)
+    waiting = (a_prompt(1, start, start + 300), a_step(2))
+    _, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, settings, {}, Rates((10, 20)))
+    assert chosen == Launch((a_step(2), a_prompt(1, start, start + 2 * (rows - 1), forward_rows=rows)))
+
+
+def test_rows_that_would_be_cut_to_less_than_a_block_wait_for_the_next_forward() -> None:
+    busy = running(a_step(1), a_prompt(2, 0, 27, forward_rows=16), waiting=(a_prompt(3, 0, 8), a_step(4)))
+    _, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
+    assert joining == (a_step(4),), "the room is one row"
+    shorter = evolve(busy, running=(a_step(1), a_prompt(2, 0, 24, forward_rows=16)))
+    _, joining = join_mixed_launch(shorter, {}, DecisionContext(ALONG))
+    assert joining == (a_step(4), a_prompt(3, 0, 4, forward_rows=16))
 
 
 @pytest.mark.parametrize("changes", [{"mixed_rows": 0}, {"max_proposals": 4}])

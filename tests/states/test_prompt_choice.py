@@ -9,8 +9,8 @@ from effects.all import EffectRequest
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill, group_prefills
 from effects.residency import LoadModel
-from states.lane import Lane
-from states.prompt_choice import FORWARDS, MAX_OVERTAKES, choose_other_effect, choose_prompts
+from states.lane import FORWARDS, Lane
+from states.prompt_choice import MAX_OVERTAKES, choose_other_effect, choose_prompts
 from states.request_states import Prefilling, ProposesNothing, SlotLease, State
 from tests.states.builders import DRAFT, PLAIN, a, prefilled
 

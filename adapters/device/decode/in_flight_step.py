@@ -40,7 +40,7 @@ class InFlightStep:
     """A step that the device runs now or will run next.
 
     picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
-    first, because a grammar or penalties of a request ask for it. rows: of a prompt that goes along.
+    first, because a grammar or penalties of a request ask for it. rows: of the prompts that go along.
     """
 
     members: Sequence[BatchMember]
@@ -48,7 +48,7 @@ class InFlightStep:
     forward: Forward
     logits: Tensor
     picking: LaunchedPicks | None
-    rows: PromptRows | None = None
+    rows: Sequence[PromptRows] = ()
 
 
 def last_tokens(members: Sequence[BatchMember]) -> Tensor:

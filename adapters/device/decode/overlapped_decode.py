@@ -26,7 +26,7 @@ Invariants:
   slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
-* A prompt's rows may go along with a step (`prompt_along.py`). Its last rows are reported when they are launched.
+* Rows of prompts may go along with a step (`prompt_along.py`). Their last ones are reported when they are launched.
 * If members have ended or joined by then, the rules for copies do not hold any more. Then the step in flight is the
   last one for all members, and the core decides how they go on.
 
@@ -48,7 +48,7 @@ from torch import Tensor
 from adapters.device.decode.in_flight_step import BatchMember, InFlightStep, append_picks, last_tokens
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.next_steps import make_next_step
-from adapters.device.decode.prompt_along import PlaceAlong, goes_along
+from adapters.device.decode.prompt_along import PlaceAlong, append_tokens, goes_along
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
 from adapters.device.lane.running_batch import RunningBatch
@@ -75,7 +75,7 @@ class OverlappedDecode:
 
     follow: called with each step after its rows are committed, so that a draft keeps up. find_ready_slot: returns the
     state of a request's slot, or why it cannot decode. copies: asked what matches when a step's picks are appended.
-    along: the place of a prompt that goes along.
+    along: the place of the prompts that go along.
     """
 
     shard: Pipeline
@@ -178,11 +178,11 @@ class OverlappedDecode:
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
             continuing = set() if following is None and not has_match else set(staying)
-            # With rows of a prompt it is not known how much of the time was the decode rows' share.
-            took_ns = read_ns - started_ns if running.rows is None else 0
+            # With rows of prompts it is not known how much of the time was the decode rows' share.
+            took_ns = 0 if running.rows else read_ns - started_ns
             outcomes = append_picks(running, picked, continuing, took_ns, self.copies)
-            if running.rows is not None:
-                outcomes += running.rows.report(None if following is None else following.rows)
+            for rows in running.rows:
+                outcomes += rows.report(() if following is None else following.rows)
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.members)
@@ -266,13 +266,12 @@ class OverlappedDecode:
         return following
 
     def _note_rows(self, step: InFlightStep, batch: RunningBatch) -> InFlightStep:
-        """Report the last rows of a prompt that go with a step which was just launched. Returns the step."""
-        if step.rows is not None:
-            report_some(batch, self.along.note_launched(step.rows))
+        """Report the last rows of prompts that go with a step which was just launched. Returns the step."""
+        report_some(batch, self.along.note_launched(step.rows))
         return step
 
     def _report_no_memory(self, members: Sequence[BatchMember], error: Exception, batch: RunningBatch) -> None:
-        """Report to these members, and to a prompt that goes along, that a step could not be launched for them."""
+        """Report to these members, and to prompts that go along, that a step could not be launched for them."""
         failures = [(member.request, out_of_memory_failure(error)) for member in members]
         report_some(batch, [*failures, *self.along.fail(error)])
 
@@ -292,9 +291,11 @@ class OverlappedDecode:
         ]
         step = whole = Step(tuple(segments), bucket_of(self.buckets, len(members)))
         state = members[0].state if len(members) == 1 and not unread_count else None
-        if (rows := self.along.find_rows(len(members))) is not None:
-            whole = rows.piece.append_to(step, self.buckets)
-            tokens = rows.append_tokens(tokens)
+        along = self.along.find_rows(len(members))
+        for rows in along:
+            whole = rows.piece.append_to(whole, self.buckets)
+        if along:
+            tokens = append_tokens(tokens, along)
         forward = forward_unless_kept(self.shard, whole, tokens, state)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         logits = self.shard.logits(step, hidden)
@@ -306,7 +307,7 @@ class OverlappedDecode:
         picking = None
         if all(member.state.sampler.picks_independently for member in members[:unread_count]):
             picking = self._start_picking(logits, members, offsets)
-        return InFlightStep(members, whole, forward, logits, picking, rows)
+        return InFlightStep(members, whole, forward, logits, picking, along)
 
     def _start_picking(
         self, logits: Tensor, members: Sequence[BatchMember], offsets: Sequence[int] = ()
@@ -332,14 +333,15 @@ class OverlappedDecode:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
         kept: list[Kept] = [int(not member.has_ended) for member in running.members]
         states = [member.state for member in running.members]
-        if (rows := running.rows) is not None:
+        for rows in running.rows:
             kept.append(rows.piece.rows)
             states.append(rows.piece.state)
         self.shard.commit(running.step, kept)
         self.follow(running.step, running.forward, kept, states)
-        if rows is not None and rows.are_last:
-            request = rows.prompt.effect_request.request
-            self.checkpoints.keep_after_chunk(request, rows.prompt.effect, rows.prompt.state)
+        for rows in running.rows:
+            if rows.are_last:
+                request = rows.prompt.effect_request.request
+                self.checkpoints.keep_after_chunk(request, rows.prompt.effect, rows.prompt.state)
 
 
 def report_some(batch: RunningBatch, outcomes: Sequence[tuple[RequestId, Outcome]]) -> None:

@@ -1,4 +1,4 @@
-"""A prompt whose rows go along with the steps of a launch that decodes (`RunPrefill.forward_rows`).
+"""Prompts whose rows go along with the steps of a launch that decodes (`RunPrefill.forward_rows`).
 
 Overlapped decode (`overlapped_decode.py`) launches each step before it has read the one before. The rows of a prompt
 need nothing of the step before but that it was launched. So they can go along with such steps:
@@ -13,8 +13,9 @@ have none of their own, although the step that computes them is read later.
 
 Invariants:
 
-* One prompt goes along at a time. The decode rows come first in a forward, so their logits have the bits that they have
-  alone.
+* The decode rows come first in a forward, so their logits have the bits that they have alone.
+* Prompts take the rows of a forward in the order in which they came. So a prompt has rows in every step from its first
+  one to its last one. With positional state one prompt goes along at a time.
 * Rows count as valid when the step that computes them has been read, or when the last rows of the prompt have been
   launched, if that is sooner.
 * A prompt has outcomes with `more`, then one without. That one comes with its last rows, or sooner: where it is given
@@ -25,7 +26,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -67,12 +68,7 @@ class PromptRows:
         """Are they the last ones of the effect?"""
         return self.piece.stop == self.prompt.effect.stop
 
-    def append_tokens(self, tokens: Tensor) -> Tensor:
-        """Return the tokens of a step with those of these rows behind them: int64, on the device of the step's own."""
-        own = torch.tensor(self.piece.tokens, dtype=torch.int64)
-        return torch.cat((tokens, own.to(tokens.device, non_blocking=True)))
-
-    def report(self, following: PromptRows | None) -> list[tuple[RequestId, Outcome]]:
+    def report(self, following: Sequence[PromptRows]) -> list[tuple[RequestId, Outcome]]:
         """Count the rows as computed, and return their outcome, unless the prompt has ended.
 
         following: what the next step takes along.
@@ -80,13 +76,13 @@ class PromptRows:
         if self.prompt.has_ended:
             return []
         self.piece.state.mark_computed(self.piece.stop)
-        self.prompt.has_ended = following is None or following.prompt is not self.prompt
+        self.prompt.has_ended = all(one.prompt is not self.prompt for one in following)
         return [(self.prompt.effect_request.request, PrefillAdvanced(self.piece.stop, more=not self.prompt.has_ended))]
 
 
 @define(eq=False)
 class PlaceAlong:
-    """The place of the one prompt that goes along with a launch. Used on the lane.
+    """The place of the prompts that go along with a launch. Used on the lane.
 
     chunk: the most rows of a forward. is_abandoned: is a request given up?
     """
@@ -95,13 +91,14 @@ class PlaceAlong:
     chunk: int
     slots: SlotTable
     is_abandoned: Callable[[RequestId], bool]
-    _prompt: PromptAlong | None = field(init=False, default=None)  # with rows that were not launched yet
+    _prompts: list[PromptAlong] = field(init=False, factory=list[PromptAlong])  # with rows that were not launched yet
 
     def begin(self, effect_request: EffectRequest) -> list[tuple[RequestId, Outcome]]:
-        """Let a prompt go along from the next step on. Return its failure if it cannot, else nothing.
+        """Let a prompt go along from the next step on that has room. Return its failure if it cannot, else nothing.
 
-        A second prompt, or rows that cannot share a forward, are a bug: the core asks for neither (`may_go_along` and
-        `can_join` of `states/lane.py`). So such a prompt fails and is not computed by itself, which would hide the bug.
+        A second prompt with positional state, or rows that cannot share a forward, are a bug: the core asks for neither
+        (`may_go_along` and `has_room_along` of `states/lane.py`). So such a prompt fails and is not computed by itself,
+        which would hide the bug.
         """
         effect = effect_request.effect
         assert isinstance(effect, RunPrefill), effect_request
@@ -110,57 +107,71 @@ class PlaceAlong:
         state = self.slots.find(effect.slot, effect_request.request)
         if isinstance(state, DeviceFailed):
             return [(effect_request.request, state)]
-        if self._prompt is not None or find_prompt_piece(self.shard, self.chunk, state, effect) is None:
+        is_second = bool(self._prompts and self.shard.states.specs)
+        if is_second or find_prompt_piece(self.shard, self.chunk, state, effect) is None:
             rows = f"slot {effect.slot}: rows {effect.start}..{effect.stop}"
             return [(effect_request.request, DeviceFailed("broken", f"{rows} cannot go along with decode steps"))]
         state.rows_ahead = 0  # they are overwritten
-        self._prompt = PromptAlong(effect_request, effect, state, effect.start)
+        self._prompts.append(PromptAlong(effect_request, effect, state, effect.start))
         return []
 
     def drop_abandoned(self) -> list[tuple[RequestId, Outcome]]:
-        """Let a prompt that was given up go no further. Return its failure if none of its rows was launched."""
-        prompt = self._prompt
-        if prompt is None or not self.is_abandoned(prompt.effect_request.request):
-            return []
-        self._prompt = None
-        request = prompt.effect_request.request
-        return [] if prompt.next_row > prompt.effect.start else [(request, abandoned_failure(request))]
+        """Let prompts that were given up go no further. Return the failures of those without a launched row."""
+        failures = list[tuple[RequestId, Outcome]]()
+        for prompt in tuple(self._prompts):
+            request = prompt.effect_request.request
+            if self.is_abandoned(request):
+                self._prompts.remove(prompt)
+                if prompt.next_row == prompt.effect.start:
+                    failures.append((request, abandoned_failure(request)))
+        return failures
 
-    def find_rows(self, decode_rows: int) -> PromptRows | None:
-        """Return the rows that go with the next step, which has so many decode rows; None if none do."""
-        prompt = self._prompt
-        if prompt is None:
-            return None
-        effect = prompt.effect
-        stop = min(prompt.next_row + max(1, effect.forward_rows - decode_rows), effect.stop)
-        return PromptRows(prompt, PromptPiece(effect.slot, prompt.next_row, stop, prompt.state))
+    def find_rows(self, decode_rows: int) -> tuple[PromptRows, ...]:
+        """Return the rows of each prompt that go with the next step, which has so many decode rows."""
+        found = list[PromptRows]()
+        room = max(1, self._prompts[0].effect.forward_rows - decode_rows) if self._prompts else 0
+        for prompt in self._prompts:
+            if not room:
+                break
+            stop = min(prompt.next_row + room, prompt.effect.stop)
+            room -= stop - prompt.next_row
+            found.append(PromptRows(prompt, PromptPiece(prompt.effect.slot, prompt.next_row, stop, prompt.state)))
+        return tuple(found)
 
-    def note_launched(self, rows: PromptRows) -> list[tuple[RequestId, Outcome]]:
-        """Note that a step with these rows was launched. Return their outcome if they are the last ones."""
-        rows.prompt.next_row = rows.piece.stop
-        if not rows.are_last:
-            return []
-        self._prompt = None
-        return rows.report(None)
+    def note_launched(self, launched: Sequence[PromptRows]) -> list[tuple[RequestId, Outcome]]:
+        """Note that a step with these rows was launched. Return the outcomes of prompts whose last ones are there."""
+        outcomes = list[tuple[RequestId, Outcome]]()
+        for rows in launched:
+            rows.prompt.next_row = rows.piece.stop
+            if rows.are_last:
+                self._prompts.remove(rows.prompt)
+                outcomes += rows.report(())
+        return outcomes
 
     def fail(self, error: Exception) -> list[tuple[RequestId, Outcome]]:
-        """Let the prompt fail, because there was no memory for a step with its rows. Return the failure."""
-        prompt = self._prompt
-        if prompt is None:
-            return []
-        self._prompt = None
-        prompt.has_ended = True
-        failure = out_of_memory_failure(error)
-        if self.shard.states.specs:
-            failure = DeviceFailed("broken", f"slot {prompt.effect.slot} was being settled: {error}")
-            self.slots.put(prompt.effect.slot, failure)
-        return [(prompt.effect_request.request, failure)]
+        """Let all prompts fail, because there was no memory for a step with their rows. Return the failures."""
+        failures = list[tuple[RequestId, Outcome]]()
+        for prompt in self._prompts:
+            prompt.has_ended = True
+            failure = out_of_memory_failure(error)
+            if self.shard.states.specs:
+                failure = DeviceFailed("broken", f"slot {prompt.effect.slot} was being settled: {error}")
+                self.slots.put(prompt.effect.slot, failure)
+            failures.append((prompt.effect_request.request, failure))
+        self._prompts.clear()
+        return failures
 
     def end(self) -> list[EffectRequest]:
-        """End the launch. Return the prompt that has to be computed in another way, since no step took it along."""
-        prompt = self._prompt
-        self._prompt = None
-        return [prompt.effect_request] if prompt is not None and prompt.next_row == prompt.effect.start else []
+        """End the launch. Return the prompts that have to be computed in another way, since no step took them along."""
+        untouched = [one.effect_request for one in self._prompts if one.next_row == one.effect.start]
+        self._prompts.clear()
+        return untouched
+
+
+def append_tokens(tokens: Tensor, along: Sequence[PromptRows]) -> Tensor:
+    """Return the tokens of a step with those of the rows that go along: int64, on the device of the step's own."""
+    own = torch.tensor([token for rows in along for token in rows.piece.tokens], dtype=torch.int64)
+    return torch.cat((tokens, own.to(tokens.device, non_blocking=True)))
 
 
 def goes_along(effect_request: EffectRequest) -> bool:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from attrs import evolve
 
+from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from states.settings import Settings
 
 # A chunk of 1,024 rows of a 27B hybrid takes 90 to 130 ms on an H200, and 2 to 3 ms more if the host hears of each one.
 # What comes meanwhile waits for two chunks at most.
 CHUNKS_ALONE = 4
+# Rows of a forward of a model without positional state, decode rows included.
+FORWARD_ROWS = 1024
 
 
 def with_prompts_along(settings: Settings, shard: Pipeline) -> Settings:
     """Return the settings with prompts that go along with decode steps, where that is possible.
 
-    There must be mixed forwards and no draft. The device must run ahead of the host, and kernels must settle the rows
-    of a prompt but not decode rows. Such launches can be stopped between two chunks, so a prompt that nothing waits for
-    gets a few at a time.
+    There must be no draft, and the device must run ahead of the host.
+
+    * With positional state there must be mixed forwards, and kernels must settle the rows of a prompt but not decode
+      rows. A prompt that nothing waits for gets a few chunks at a time, since such launches end between two chunks.
+    * Without, prompts go along instead of having a lane of their own. They keep that lane where text may be copied,
+      since a launch copies nothing while a prompt goes along. So do those of models with experts, for which the two
+      were not compared.
     """
-    settles = settings.stateful and settings.commits_per_segment
-    if not (settings.mixed_rows and settles and shard.spec.runs_ahead) or settings.max_proposals:
+    if settings.max_proposals or not shard.spec.runs_ahead:
         return settings
-    return evolve(settings, mixed_launches=True, chunks_per_prefill=min(shard.span, CHUNKS_ALONE))
+    if settings.mixed_rows and settings.stateful and settings.commits_per_segment:
+        return evolve(settings, mixed_launches=True, chunks_per_prefill=min(shard.span, CHUNKS_ALONE))
+    if settings.prompt_lane_min_rows and not (settings.max_copied or has_experts(shard)):
+        rows = min(settings.chunk, FORWARD_ROWS)
+        return evolve(settings, mixed_launches=True, mixed_rows=rows, prompt_lane_min_rows=0)
+    return settings
+
+
+def has_experts(shard: Pipeline) -> bool:
+    """Do layers of the first part have experts?"""
+    part = shard.parts[0]
+    return isinstance(part, DenseShard) and part.config.experts is not None

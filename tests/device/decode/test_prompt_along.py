@@ -146,6 +146,68 @@ async def test_the_rows_of_a_prompt_fill_forwards_that_are_launched_one_after_th
     assert mixed.ns == 0, "the time of a forward with rows of a prompt is not that of a decode step"
 
 
+async def open_prompts(driver: Driver, lengths: tuple[int, ...], first_slot: int = 1) -> list[Caller]:
+    return [
+        await driver.open(prompt_of(80 + number, length), SAMPLED, first_slot + number)
+        for number, length in enumerate(lengths)
+    ]
+
+
+async def test_several_prompts_that_went_along_and_who_decoded_get_what_they_get_alone(ahead):
+    lengths = (LONG, 12, 31)
+    alone = [await ahead.answer(prompt_of(60, 9), PENALISED, STEPS)]
+    alone += [await ahead.answer(prompt_of(80 + number, length), SAMPLED, 6) for number, length in enumerate(lengths)]
+    (client,) = await open_decoding(ahead, (PENALISED,))
+    prompts = await open_prompts(ahead, lengths)
+    outcomes = Outcomes(ahead)
+    outcomes.submit(decode_step(client), *map(along, prompts), callers=(client, *prompts))
+    await outcomes.wait_for(*prompts)
+    while waiting := [one for one in prompts if one.valid < one.prompt - 1]:
+        outcomes.submit(*map(along, waiting), callers=tuple(waiting), joins=True)
+        await outcomes.wait_for(*waiting)
+        assert not any(isinstance(outcomes.found[one.request][-1], DeviceFailed) for one in waiting)
+    await outcomes.wait_for(client)
+    while min(len(one.answer) for one in prompts) < 6:
+        await ahead.decode(*prompts)
+    assert [client.answer, *(one.answer[:6] for one in prompts)] == alone
+
+
+async def test_prompts_take_the_rows_of_forwards_in_order_and_one_that_joins_follows(fake_ahead, fake_shard):
+    (client,) = await open_decoding(fake_ahead, (GREEDY,))
+    prompts = await open_prompts(fake_ahead, (13, 10, 8))
+    outcomes = Outcomes(fake_ahead)
+    before = len(fake_shard.steps)
+    outcomes.submit(decode_step(client), *map(along, prompts), callers=(client, *prompts))
+    await outcomes.wait_for(*prompts, client)
+    steps = fake_shard.steps[before:]
+    found = [[(one.slot, one.start, one.count) for one in step.segments[1:]] for step in steps[:3]]
+    assert found == [[(1, 0, 12), (2, 0, 3)], [(2, 3, 6), (3, 0, 7)], []]
+    assert [outcomes.found[one.request] for one in (prompts[0], prompts[2])] == [
+        [PrefillAdvanced(12)],
+        [PrefillAdvanced(7)],
+    ]
+    assert outcomes.found[prompts[1].request][-1] == PrefillAdvanced(9)
+    assert [len(client.answer), *(one.valid for one in prompts)] == [STEPS, 12, 9, 7]
+
+
+async def test_one_of_several_prompts_is_given_up_and_the_others_go_along(fake_ahead, fake_shard):
+    (client,) = await open_decoding(fake_ahead, (GREEDY,))
+    prompts = await open_prompts(fake_ahead, (13, 10, 8))
+    outcomes, go_on = Outcomes(fake_ahead), threading.Event()
+    executor = fake_ahead.executor
+    executor._lane.post(lambda: go_on.wait(60), pytest.fail)  # noqa: SLF001 - keeps the lane busy
+    before = len(fake_shard.steps)
+    outcomes.submit(decode_step(client), *map(along, prompts), callers=(client, *prompts))
+    executor.abandon(prompts[1].request)
+    go_on.set()
+    await outcomes.wait_for(*prompts, client)
+    [failed] = outcomes.found[prompts[1].request]
+    assert isinstance(failed, DeviceFailed)
+    assert failed.kind == "abandoned"
+    found = [[(one.slot, one.start, one.count) for one in step.segments[1:]] for step in fake_shard.steps[before:]]
+    assert found[:3] == [[(1, 0, 12), (3, 0, 3)], [(3, 3, 4)], []]
+
+
 async def test_the_last_rows_are_reported_before_their_step_has_been_read(fake_ahead, monkeypatch):
     """So that the prompt's first decode step can go with the next one."""
     clients = await open_decoding(fake_ahead)
@@ -216,6 +278,30 @@ async def test_a_prompt_whose_launch_has_ended_is_computed_by_itself(fake_ahead)
     assert [evolve(one, ns=0) for one in outcomes.found[prompt.request]] == [PrefillAdvanced(32)]
 
 
+async def test_several_prompts_whose_launch_has_ended_are_computed_one_after_the_other(fake_ahead, fake_shard):
+    prompts = await open_prompts(fake_ahead, (LONG, 12))
+    outcomes = Outcomes(fake_ahead)
+    before = len(fake_shard.steps)
+    outcomes.submit(*map(along, prompts), callers=tuple(prompts), joins=True)
+    await outcomes.wait_for(*prompts)
+    assert [[evolve(one, ns=0) for one in outcomes.found[prompt.request]] for prompt in prompts] == [
+        [PrefillAdvanced(32)],
+        [PrefillAdvanced(11)],
+    ]
+    assert [[one.count for one in step.segments] for step in fake_shard.steps[before:]] == [[32], [11]]
+
+
+async def test_where_steps_are_not_overlapped_the_first_of_several_prompts_shares_their_forward(driver):
+    (client,) = await open_decoding(driver, (GREEDY,))
+    prompts = await open_prompts(driver, (LONG, 12))
+    outcomes = Outcomes(driver)
+    outcomes.submit(decode_step(client), *map(along, prompts), callers=(client, *prompts))
+    await outcomes.wait_for(client, *prompts)
+    assert outcomes.found[prompts[0].request] == [PrefillAdvanced(15)]
+    assert [evolve(one, ns=0) for one in outcomes.found[prompts[1].request]] == [PrefillAdvanced(11)]
+    assert len(client.answer) == 1
+
+
 async def test_where_steps_are_not_overlapped_one_forward_takes_rows_along(driver):
     clients = await open_decoding(driver)
     prompt = await driver.open(prompt_of(80, LONG), SAMPLED, 2)
@@ -249,6 +335,33 @@ async def test_a_step_with_rows_that_finds_no_memory_is_the_prompts_failure(fake
     assert last.kind == "out_of_memory"
     assert len(outcomes.found[prompt.request]) == 1, "nothing is said behind the last outcome"
     await outcomes.wait_for(client)
+    monkeypatch.undo()
+    while len(client.answer) < STEPS:
+        await fake_ahead.decode(client)
+    assert client.answer == alone
+
+
+async def test_a_step_with_rows_of_several_prompts_that_finds_no_memory_is_their_failure(fake_ahead, monkeypatch):
+    alone = await fake_ahead.answer(prompt_of(60, 9), GREEDY, STEPS)
+    (client,) = await open_decoding(fake_ahead, (GREEDY,))
+    prompts = await open_prompts(fake_ahead, (13, 40))
+    forward, met = FakeShard.forward, []
+
+    def short(self, step, inputs):
+        met.append([one.slot for one in step.segments])
+        if len(met) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return forward(self, step, inputs)
+
+    monkeypatch.setattr(FakeShard, "forward", short)
+    outcomes = Outcomes(fake_ahead)
+    outcomes.submit(decode_step(client), *map(along, prompts), callers=(client, *prompts))
+    await outcomes.wait_for(client, *prompts)
+    assert met[:2] == [[0, 1, 2], [0, 2]]
+    assert outcomes.found[prompts[0].request] == [PrefillAdvanced(12)], "its rows were in the step before"
+    [failed] = outcomes.found[prompts[1].request]
+    assert isinstance(failed, DeviceFailed)
+    assert failed.kind == "out_of_memory"
     monkeypatch.undo()
     while len(client.answer) < STEPS:
         await fake_ahead.decode(client)

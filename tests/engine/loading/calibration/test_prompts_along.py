@@ -8,20 +8,44 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from engine.loading.calibration import prompts_along
 from engine.loading.calibration.prompts_along import with_prompts_along
 from states.settings import Settings
 
 HYBRID = Settings(chunk=1024, mixed_rows=512, stateful=True, commits_per_segment=True)
+DENSE = Settings(chunk=2048, chunks_per_prefill=8, prompt_lane_min_rows=128)
 
 
 def make_shard(*, runs_ahead: bool = True, span: int = 8) -> Any:
-    return SimpleNamespace(spec=SimpleNamespace(runs_ahead=runs_ahead), span=span)
+    return SimpleNamespace(spec=SimpleNamespace(runs_ahead=runs_ahead), span=span, parts=(None,))
 
 
 def test_a_hybrid_on_a_gpu_takes_prompts_along_and_a_lone_prompt_gets_a_few_chunks() -> None:
     found = with_prompts_along(HYBRID, make_shard())
     assert found == evolve(HYBRID, mixed_launches=True, chunks_per_prefill=4)
     assert with_prompts_along(HYBRID, make_shard(span=1)).chunks_per_prefill == 1
+
+
+def test_prompts_of_a_dense_model_on_a_gpu_go_along_instead_of_having_a_lane() -> None:
+    found = with_prompts_along(DENSE, make_shard())
+    assert found == evolve(DENSE, mixed_launches=True, mixed_rows=1024, prompt_lane_min_rows=0)
+    assert with_prompts_along(evolve(DENSE, chunk=256), make_shard()).mixed_rows == 256
+
+
+@pytest.mark.parametrize("changes", [{"max_copied": 8}, {"prompt_lane_min_rows": 0}])
+def test_prompts_of_a_dense_model_keep_their_lane_where_text_is_copied(changes: dict[str, Any]) -> None:
+    settings = evolve(DENSE, **changes)
+    assert with_prompts_along(settings, make_shard()) == settings
+
+
+def test_prompts_of_a_model_with_experts_keep_their_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Part:
+        config = SimpleNamespace(experts=SimpleNamespace(count=8))
+
+    monkeypatch.setattr(prompts_along, "DenseShard", Part)
+    shard = make_shard()
+    shard.parts = (Part(),)
+    assert with_prompts_along(DENSE, shard) == DENSE
 
 
 @pytest.mark.parametrize(
