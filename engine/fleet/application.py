@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
+from engine.fleet.ingress.direct_requests import IMPORT_PATH as MIDDLEWARES
 from engine.fleet.ingress.ingress_replica import IngressReplica
 from engine.fleet.replica.engine_replica import LATE_S, EngineReplica
 from engine.fleet.router.prefix_router import ROUTER_PATH
@@ -31,6 +32,7 @@ INGRESS_GRACE_S = 60.0  # for the requests of an ingress that is replaced
 INGRESS_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES,
 }
 
 # Ray would kill the server of an actor that dies, with its streams. The server drains instead, and ends by itself.
