@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -139,8 +139,7 @@ class ReplicaConnection(asyncio.Protocol):
             (self._transport.pause_reading if is_full else self._transport.resume_reading)()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
