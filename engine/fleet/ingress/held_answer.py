@@ -81,6 +81,8 @@ class HeldAnswer:
         """End the answer, which is complete."""
         body = b"".join((*self._held, self._rest))
         self._held = []
+        if body and not self.has_begun:
+            self._headers = [*self._headers, (b"content-length", b"%d" % len(body))]
         await self._begin()
         await self.send({"type": "http.response.body", "body": self._rename(body), "more_body": False})
 

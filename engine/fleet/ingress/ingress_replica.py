@@ -29,7 +29,7 @@ from engine.fleet.ingress.open_requests import OpenRequests
 from engine.fleet.ingress.prompt_keys import PromptReader
 from engine.fleet.ingress.reading_thread import ReadingThread
 from engine.fleet.ingress.replica_picker import ReplicaPicker
-from engine.fleet.router.prefix_router import NEWEST
+from engine.fleet.router.router_slot import NEWEST
 from engine.loading.load_text import begin_text
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options, evolve_options

@@ -78,6 +78,7 @@ class ReplicaConnection(asyncio.Protocol):
     is_lost: bool = field(default=False, init=False)
     idle_since: float = field(default=0.0, init=False)
     _has_head: bool = field(default=False, init=False)
+    _is_kept: bool = field(default=False, init=False)  # the replica keeps the connection after this answer
     _is_head_only: bool = field(default=False, init=False)  # the request is a HEAD, so no body follows
     _parts: deque[bytes] = field(factory=deque, init=False)
     _unread: int = field(default=0, init=False)
@@ -88,13 +89,14 @@ class ReplicaConnection(asyncio.Protocol):
 
     @property
     def can_be_reused(self) -> bool:
-        return self.is_complete and not self.is_lost and not self._is_head_only and self._parser.should_keep_alive()
+        return self.is_complete and not self.is_lost and self._is_kept
 
     async def send(self, request: ReplicaRequest, host: str) -> None:
         """Send a request, and wait for the head of its answer. Raises ReplicaLost or ValueError."""
         parts = request.encode(host)
         self.is_complete = False
         self._has_head = False
+        self._is_kept = False
         self._is_head_only = request.method == "HEAD"
         self.headers = []
         self._transport.writelines(parts)
@@ -179,6 +181,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.is_complete = self._has_head
+        self._is_kept = self._parser.should_keep_alive()  # it can tell only now
 
 
 @lru_cache(1 << 12)

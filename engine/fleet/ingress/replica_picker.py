@@ -20,8 +20,8 @@ from attrs import define, field, frozen
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine.fleet.replica_facts import ReplicaFacts
-from engine.fleet.router.prefix_router import RouterSlot
 from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.router_slot import RouterSlot
 from states.routing.choose_replica import RemotePrefill, RouteDecision
 
 log = logging.getLogger("rekindle.fleet")

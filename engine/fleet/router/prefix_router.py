@@ -3,8 +3,8 @@
 Serve makes one `PrefixRequestRouter` in each process that holds a handle of the replicas, that is in each ingress. It
 calls `choose_replicas` for each call of the handle, with what the caller has given (`route_keys.py`), and
 `update_replicas` when replicas come, go or have new routing stats. The decision is
-`states/routing/choose_replica.py`'s. The ingress finds the router in this process (`NEWEST`) and asks it directly
-(`choose_offered`): a call of the handle takes as long again as the decision.
+`states/routing/choose_replica.py`'s. The ingress finds the router in this process (`router_slot.py`) and
+asks it directly (`choose_offered`): a call of the handle takes as long again as the decision.
 
 The interface is alpha, so the version of Ray is pinned (2.60.0, the extra `fleet`). Where it changes, this module and
 `replica_picker.py` are to be read again, and `tests/engine/fleet/router/test_prefix_router.py` tells whether they still
@@ -18,13 +18,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from attrs import define
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from engine.fleet.digests import STATS_KEY, read_routing_stats
 from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.router_slot import note_router
 from engine.fleet.router.routing_trace import TracedRouter
 from states.routing.choose_replica import Policy, RouteDecision, RouteQuery
 from states.routing.prefix_router import (
@@ -39,17 +39,6 @@ from states.routing.prefix_router import (
 
 log = logging.getLogger("rekindle.fleet")
 ROUTER_PATH = "engine.fleet.router.prefix_router:PrefixRequestRouter"
-
-
-@define(eq=False)
-class RouterSlot:
-    """The place for a router. router: the one that was made last; None: Ray Serve has made none yet."""
-
-    router: PrefixRequestRouter | None = None
-
-
-NEWEST: Final = RouterSlot()
-"""Ray Serve makes the router of a process. An ingress has one handle of the replicas, so the last one is its own."""
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -71,7 +60,7 @@ class PrefixRequestRouter(RequestRouter):
         self.asked = 0
         self.seen: dict[str, bytes] = {}  # replica -> the message that was read last
         self.offered: dict[str, RunningReplica] = {}  # what Serve has named last
-        NEWEST.router = self
+        note_router(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in which replicas there are, and what they tell. Called by Ray Serve at each change."""
@@ -89,11 +78,7 @@ class PrefixRequestRouter(RequestRouter):
         self.offered.pop(str(replica_id.unique_id), None)
 
     def choose_offered(self, given: Mapping[str, Any]) -> tuple[RouteDecision, Mapping[str, Any]] | None:
-        """Choose among the replicas that Serve has named last, without a call of its handle.
-
-        given: as the keyword arguments of such a call (`route_keys.py`). Returns the decision, and the facts of its
-        replica as Serve carries them; None: there is no replica.
-        """
+        """Choose among the replicas that Serve has named last. `LocalRouter` has the details."""
         decision = self.decide(given, offered=self.offered.keys())
         chosen = None if decision is None else self.offered.get(decision.replica)
         return None if decision is None or chosen is None else (decision, chosen.replica_metadata)
