@@ -160,9 +160,8 @@ class ReplicaConnection(asyncio.Protocol):
         self._wake()
 
     def on_message_begin(self) -> None:
-        if self.is_complete:  # nobody has asked
-            self.is_lost = True
-            self._transport.abort()
+        if self.is_complete:
+            raise ValueError("nobody has asked for this answer")  # the parser raises an error of its own for it
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
