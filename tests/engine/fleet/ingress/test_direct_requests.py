@@ -15,7 +15,7 @@ from engine.fleet.ingress.held_answer import HeldAnswer
 pytestmark = pytest.mark.timeout(20)
 
 
-class Recorder:
+class CalledApp:
     """An application that notes the scopes it was called with."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ async def call(app: DirectRequests, **scope: Any) -> None:
 
 
 async def test_requests_go_to_the_ingress_and_the_paths_of_serve_to_serve() -> None:
-    serve, ingress, slot = Recorder(), Recorder(), IngressSlot()
+    serve, ingress, slot = CalledApp(), CalledApp(), IngressSlot()
     slot.app = ingress
     app = DirectRequests(serve, slot)
     for path in ("/", "/v1/chat/completions", "/-", "/-prefix"):
@@ -51,7 +51,7 @@ async def test_requests_go_to_the_ingress_and_the_paths_of_serve_to_serve() -> N
 
 
 async def test_serve_answers_until_there_is_an_ingress() -> None:
-    serve = Recorder()
+    serve = CalledApp()
     await call(DirectRequests(serve, IngressSlot()), path="/v1/models")
     assert [scope["path"] for scope in serve.scopes] == ["/v1/models"]
 
@@ -59,7 +59,7 @@ async def test_serve_answers_until_there_is_an_ingress() -> None:
 async def test_serve_finds_the_middleware_by_the_path_that_an_ingress_gets() -> None:
     module, _, name = INGRESS_ENVIRONMENT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
     (middleware,) = getattr(importlib.import_module(module), name)()
-    built = middleware.cls(Recorder(), *middleware.args, **middleware.kwargs)
+    built = middleware.cls(CalledApp(), *middleware.args, **middleware.kwargs)
     assert isinstance(built, DirectRequests)
     assert built.slot is SLOT
 

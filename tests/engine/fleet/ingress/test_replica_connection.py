@@ -26,7 +26,7 @@ WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Kind: Whole\r\n\r\nhello"
 CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
 
 
-class Script:
+class ScriptedReplica:
     """A server. Each request gets the next of the answers; None: the connection is closed.
 
     stays: it waits for its client after the last one. heads: the requests that have arrived.
@@ -61,7 +61,7 @@ class Script:
 
 
 @asynccontextmanager
-async def serve(script: Script) -> AsyncIterator[tuple[ConnectionPool, tuple[str, int]]]:
+async def serve(script: ScriptedReplica) -> AsyncIterator[tuple[ConnectionPool, tuple[str, int]]]:
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
     pool = ConnectionPool()
     try:
@@ -92,7 +92,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Coroutine[Any,
 
 def test_answers_of_both_lengths_share_a_connection(run: Callable[..., None]) -> None:
     async def test() -> None:
-        script = Script(WHOLE, CHUNKS, b"HTTP/1.1 204 No Content\r\n\r\n", WHOLE)
+        script = ScriptedReplica(WHOLE, CHUNKS, b"HTTP/1.1 204 No Content\r\n\r\n", WHOLE)
         async with serve(script) as (pool, address):
             found = [await ask(pool, address, request) for request in (GET, POST, GET, POST)]
             assert found == [(200, b"hello"), (200, b"hello"), (204, b""), (200, b"hello")]
@@ -105,7 +105,7 @@ def test_answers_of_both_lengths_share_a_connection(run: Callable[..., None]) ->
 
 def test_names_of_headers_are_in_lower_case_and_values_as_sent(run: Callable[..., None]) -> None:
     async def test() -> None:
-        async with serve(Script(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" + WHOLE)) as (pool, address):
+        async with serve(ScriptedReplica(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" + WHOLE)) as (pool, address):
             connection = await pool.open(address)
             with pool.lend(connection, address):
                 await connection.send(GET, "replica")
@@ -128,7 +128,7 @@ def test_names_of_headers_are_in_lower_case_and_values_as_sent(run: Callable[...
 )
 def test_an_answer_that_is_cut_or_broken_is_a_lost_replica(run: Callable[..., None], answer: bytes | None) -> None:
     async def test() -> None:
-        async with serve(Script(answer, stays=False)) as (pool, address):
+        async with serve(ScriptedReplica(answer, stays=False)) as (pool, address):
             with pytest.raises(ReplicaLost):
                 await ask(pool, address)
             assert not pool.idle
@@ -141,7 +141,7 @@ def test_an_answer_that_is_cut_or_broken_is_a_lost_replica(run: Callable[..., No
 )
 def test_a_connection_that_may_not_be_used_again_is_closed(run: Callable[..., None], leave: bytes) -> None:
     async def test() -> None:
-        script = Script(leave, WHOLE)
+        script = ScriptedReplica(leave, WHOLE)
         async with serve(script) as (pool, address):
             assert await ask(pool, address) == (200, b"hello")
             assert await ask(pool, address) == (200, b"hello")
@@ -152,7 +152,7 @@ def test_a_connection_that_may_not_be_used_again_is_closed(run: Callable[..., No
 
 def test_the_answer_to_a_head_has_no_body(run: Callable[..., None]) -> None:
     async def test() -> None:
-        async with serve(Script(WHOLE.removesuffix(b"hello"), WHOLE)) as (pool, address):
+        async with serve(ScriptedReplica(WHOLE.removesuffix(b"hello"), WHOLE)) as (pool, address):
             assert await ask(pool, address, ReplicaRequest("HEAD", "/", [])) == (200, b"")
             assert await ask(pool, address) == (200, b"hello")
 
@@ -161,7 +161,7 @@ def test_the_answer_to_a_head_has_no_body(run: Callable[..., None]) -> None:
 
 def test_who_leaves_an_answer_closes_its_connection(run: Callable[..., None]) -> None:
     async def test() -> None:
-        script = Script(WHOLE[:-2])
+        script = ScriptedReplica(WHOLE[:-2])
         async with serve(script) as (pool, address):
             asking: Awaitable[tuple[int, bytes]] = asyncio.wait_for(ask(pool, address), 0.1)
             with pytest.raises(TimeoutError):
@@ -174,7 +174,7 @@ def test_who_leaves_an_answer_closes_its_connection(run: Callable[..., None]) ->
 
 def test_idle_connections_are_kept_for_a_while_and_lost_ones_are_forgotten(run: Callable[..., None]) -> None:
     async def test() -> None:
-        script = Script(WHOLE, WHOLE, WHOLE)
+        script = ScriptedReplica(WHOLE, WHOLE, WHOLE)
         async with serve(script) as (pool, address):
             await ask(pool, address)
             pool.idle[address][0].idle_since -= 2 * IDLE_S
@@ -194,7 +194,7 @@ def test_an_answer_that_nobody_reads_is_not_taken_in(run: Callable[..., None]) -
 
     async def test() -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
-        async with serve(Script(head + bytes(size))) as (pool, address):
+        async with serve(ScriptedReplica(head + bytes(size))) as (pool, address):
             connection = await pool.open(address)
             with pool.lend(connection, address):
                 await connection.send(GET, "replica")
