@@ -14,6 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
 from engine.fleet.ingress.direct_requests import IMPORT_PATH as MIDDLEWARES
 from engine.fleet.ingress.ingress_replica import IngressReplica
+from engine.fleet.ingress.open_requests import MOST_REQUESTS
 from engine.fleet.replica.engine_replica import LATE_S, EngineReplica
 from engine.fleet.router.prefix_router import ROUTER_PATH
 from engine.fleet.scaling_policy import build_scaling
@@ -23,7 +24,6 @@ from engine.settings.preload import gpu_driver
 NAME = "rekindle"
 REPLICAS = "replica"
 INGRESSES = "ingress"
-MOST_REQUESTS = 4096  # that an ingress answers at once: as many connections as a server has
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 15.0
 STATS_PERIOD_S = 1.0  # between two reports of what a replica holds

@@ -117,6 +117,8 @@ class IngressApp:
             raise unknown_path(path, sorted({*newest.facts.paths, FLEET}))
         if self.open_requests.is_draining:
             raise unavailable(SHUTTING_DOWN, self.options.times.retry_after_s)
+        if self.open_requests.is_full:
+            raise unavailable("The fleet answers as many requests as it can.", self.options.times.retry_after_s)
         # Nobody waits for the end of a stream of events: it has none.
         with nullcontext() if path == EVENTS else self.open_requests.hold():
             await self._read_and_answer(request, receive, send)

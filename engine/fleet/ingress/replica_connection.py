@@ -137,7 +137,7 @@ class ReplicaConnection(asyncio.Protocol):
         was_full = self._unread > MOST_UNREAD
         self._unread += change
         is_full = self._unread > MOST_UNREAD
-        if is_full != was_full and not self.is_lost:
+        if is_full != was_full and not self._transport.is_closing():
             (self._transport.pause_reading if is_full else self._transport.resume_reading)()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

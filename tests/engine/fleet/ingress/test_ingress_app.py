@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
+from engine.fleet.ingress.open_requests import MOST_REQUESTS
 from engine.fleet.ingress.prompt_keys import PromptReader
 from engine.fleet.router.route_keys import RouteKeys
 from states.routing.choose_replica import RouteDecision
@@ -359,3 +360,12 @@ async def test_a_router_in_this_process_is_asked_before_the_handle(fleet: FakeFl
     fleet.app.picker.shun("b")
     other = await fleet.client.post(CHAT, json=chat(max_tokens=2))
     assert other.headers["x-rekindle-replica"] == "a", "a router without a replica leaves the choice to the handle"
+
+
+async def test_an_ingress_answers_only_so_many_requests_at_once(fleet: FakeFleet) -> None:
+    fleet.app.open_requests.count = MOST_REQUESTS
+    refused = await fleet.client.post(CHAT, json=chat(max_tokens=2))
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    fleet.app.open_requests.count = 0
+    assert (await fleet.client.post(CHAT, json=chat(max_tokens=2))).status_code == 200
