@@ -83,6 +83,7 @@ SLOW_MB_S = 125.0
 CODEC_RUNS = 8  # that are encoded and decoded alone
 WAITING_BYTES = 1 << 30  # that may wait to be written
 PASSES = 6  # an even number: in every other pass the ways come in the reverse order
+SLOW_PASSES = 2  # of a slow store, whose rate is that of its pace
 BLOCK = 64
 T = TypeVar("T")
 
@@ -421,7 +422,8 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, 
     rows = list[dict[str, float]]()
     memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
     memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
-    for turn in range(PASSES + 1):
+    passes = PASSES if pace > SLOW_MB_S else SLOW_PASSES
+    for turn in range(passes + 1):
         layout = Layout(f"rates {store} {codec} {pace} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]

@@ -9,7 +9,7 @@ outermost layer. It passes on what Ray Serve answers itself, which are paths tha
 
 What follows from it:
 * Ray Serve does not count these requests. When it stops an ingress, it waits for the HTTP server instead, which ends
-  when all requests are answered (`INGRESS_GRACE_S`). HAProxy still counts requests for Ray Serve's metrics.
+  when all requests are answered (`INGRESS_GRACE_S`). On a cluster HAProxy counts requests for Ray Serve's metrics.
 * The header `x-request-id` is that of the replica, as without a fleet.
 * Where Ray Serve uses its proxy in Python, requests come through an actor's call and never pass here.
 """
