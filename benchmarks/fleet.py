@@ -153,15 +153,19 @@ def run_program(command: Sequence[str], log: Path) -> Iterator[tuple[str, str]]:
             stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
         )  # fmt: skip
     assert process.stdout is not None
+    reader = Thread(target=process.stdout.read, daemon=True)
     try:
         ready = next((found for line in process.stdout if (found := READY.match(line))), None)
         if ready is None:
             raise SystemExit(f"it did not start: {log.read_text()[-2000:]}")
-        Thread(target=process.stdout.read, daemon=True).start()
+        reader.start()
         yield ready[1], ready[2] or ""
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(120)
+        if reader.ident is not None:
+            reader.join()  # the output ends with the last process that has it
+        process.stdout.close()
 
 
 def write_text(dice: random.Random, words: int) -> str:

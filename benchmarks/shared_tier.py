@@ -18,6 +18,9 @@ operation takes as long as its bytes take at that rate, all operations of one di
 decoded when all of its bytes have come.
 
 Processor seconds per GB are those of this process. They say what a way costs where other work shares the machine.
+`encode_alone` and `decode_alone` are those of one thread that does nothing else. From them and from what the client
+alone takes follows a *bound*: the ratio that the whole tier could reach if the cores did nothing else and never waited.
+`moto`'s server takes a core of its own.
 
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
@@ -27,6 +30,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,7 +39,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
+from functools import lru_cache
+from itertools import pairwise, product
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,8 +53,10 @@ from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.files.read_run import RunContent
+from adapters.store.files.read_run import Expected, RunContent, fill_target
+from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.shared.object_client import ObjectClient
+from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import UPLOADS
@@ -69,11 +76,14 @@ from engine.settings.paths import find_model_folder
 from tests.store.shared_servers import BUCKET, find_moto, moto_server
 
 RUN_BYTES = 4 << 20
-RUNS = 24
+RUNS = 24  # of a store that gives 125 MB/s or less: they take 0.8 s
+QUICK_RUNS = 48  # of a quicker one: at 1250 MB/s they take 0.16 s, so that the start counts little
 FOLDER_RUNS = 96  # of a folder that is read at the speed of memory: fewer would be read within 20 ms
-S3_RUNS = 48  # of moto's server at its own speed; it keeps all objects in memory
+SLOW_MB_S = 125.0
+CODEC_RUNS = 8  # that are encoded and decoded alone
 WAITING_BYTES = 1 << 30  # that may wait to be written
-PASSES = 5
+PASSES = 6  # an even number: in every other pass the ways come in the reverse order
+SLOW_PASSES = 2  # of a slow store, whose rate is that of its pace
 BLOCK = 64
 T = TypeVar("T")
 
@@ -154,17 +164,22 @@ async def settle(tier: SharedTier) -> None:
 # --- rates ---
 
 
+@lru_cache(1)
+def make_rows(size: int, count: int) -> list[torch.Tensor]:
+    """Return so many tensors of so many bytes, uint8, which are random bf16 numbers."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size // 2, generator=generator).to(torch.bfloat16).view(torch.uint8) for _ in range(count)]
+
+
 def make_runs(layout: Layout, count: int, codec: Fixed) -> list[tuple[Run, Buffer, list[bytes]]]:
     """Runs of random bf16 rows, with the files that they become."""
     tokens = RUN_BYTES // layout.token_bytes // BLOCK * BLOCK
-    generator = torch.Generator().manual_seed(1)
     found = list[tuple[Run, Buffer, list[bytes]]]()
     root = layout.compute_root("rows")
-    for number in range(count):
+    size = layout.compute_size("rows", tokens)
+    for number, data in enumerate(make_rows(size, count)):
         packed = pack_tokens(range(number * tokens, (number + 1) * tokens))
         run = Run(0, root, chain_keys(root, packed, BLOCK), packed)
-        rows = torch.randn(layout.compute_size("rows", tokens) // 2, generator=generator).to(torch.bfloat16)
-        data = rows.view(torch.uint8)
         file = encode_run(run, layout, data.numpy().data, CodecChooser(codec).create_compressor())
         found.append((run, Buffer(data), file))
     return found
@@ -302,8 +317,7 @@ def time_tier_writes(tier: SharedTier, runs: Sequence[tuple[Run, Buffer, list[by
     began = time.perf_counter()
     for run, rows, _ in runs:
         assert tier.submit(WriteRun(run, rows, lambda: None))
-    while not tier._publisher.is_idle:  # noqa: SLF001
-        time.sleep(0.001)
+    tier._publisher.watch_writes().result()  # noqa: SLF001 - as the fleet's own paths wait
     return time.perf_counter() - began
 
 
@@ -317,6 +331,34 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
     return time.perf_counter() - began
+
+
+def time_codec(runs: Sequence[tuple[Run, Buffer, list[bytes]]], layout: Layout, codec: Fixed) -> tuple[float, float]:
+    """Return the processor seconds per GB of files in which one thread encodes runs, and decodes and checks them."""
+    some = runs[:CODEC_RUNS]
+    compressor = CodecChooser(codec).create_compressor()
+    target = memoryview(bytearray(len(some[0][1].data)))
+    contents = [ObjectPieces([memoryview(b"".join(file))]) for _, _, file in some]
+    spent_s = [inf, inf]
+    for _ in range(3):
+        marks = [time.thread_time()]
+        for run, rows, _ in some:
+            encode_run(run, layout, rows.data.numpy().data, compressor)
+        marks.append(time.thread_time())
+        for content, (run, _, _) in zip(contents, some, strict=True):
+            fill_target(content, Expected(content.size, run, layout), SameThreadExecutor(), target)
+        marks.append(time.thread_time())
+        spent_s = [min(pair) for pair in zip(spent_s, (end - begin for begin, end in pairwise(marks)), strict=True)]
+    size = sum(content.size for content in contents)
+    return 1e9 * spent_s[0] / size, 1e9 * spent_s[1] / size
+
+
+def compute_bound(rate: float, client_s: float, codec_s: float, cores: int) -> float:
+    """Return the ratio that the whole tier could reach on so many cores. rate: of the client alone, MB/s.
+
+    client_s, codec_s: processor seconds per GB of the client alone, and of encoding or decoding alone.
+    """
+    return min(1.0, 1e3 * cores / (client_s + codec_s) / rate)
 
 
 def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) -> SharedTier:
@@ -340,8 +382,9 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
 
     memory: mapped before, as a server's is. bytes_a_s: of the store.
     """
-    unpaced = FOLDER_RUNS if url.startswith("file:") else S3_RUNS
-    count = unpaced if bytes_a_s == inf else RUNS
+    is_folder = url.startswith("file:")
+    unpaced = FOLDER_RUNS if is_folder else QUICK_RUNS  # moto's server keeps all objects in memory
+    count = RUNS if bytes_a_s <= 1e6 * SLOW_MB_S else QUICK_RUNS if bytes_a_s < inf else unpaced
     runs = make_runs(layout, count, codec)
     files = [b"".join(parts) for _, _, parts in runs]
     sizes = [*map(len, files)]
@@ -361,13 +404,17 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
         ]
         order = -1 if turn % 2 else 1
         found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
+    encode_s, decode_s = time_codec(runs, layout, codec)
     figures = tier.collect_figures()
     assert (figures["written"], figures["read_bytes"]) == (count, sum(sizes)), figures
     assert tier.close(60)
     client.close()
+    if is_folder:  # files that are gone are not written to the disk beside the next pass
+        shutil.rmtree(url.removeprefix("file://"))
     size = sum(sizes)
     speeds = {name: size / seconds / 1e6 for name, (seconds, _) in found.items()}
-    return speeds | {f"{name}_cpu": 1e9 * spent / size for name, (_, spent) in found.items()}
+    spent = {f"{name}_cpu": 1e9 * spent / size for name, (_, spent) in found.items()}
+    return speeds | spent | {"encode_alone": encode_s, "decode_alone": decode_s}
 
 
 def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, Any]:
@@ -375,13 +422,22 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, 
     rows = list[dict[str, float]]()
     memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
     memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
-    for turn in range(PASSES + 1):
+    passes = PASSES if pace > SLOW_MB_S else SLOW_PASSES
+    for turn in range(passes + 1):
         layout = Layout(f"rates {store} {codec} {pace} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
     found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
     found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
+    cores = (os.cpu_count() or 1) - (not url.startswith("file:"))
+    for what, alone in (("write", "encode_alone"), ("read", "decode_alone")):
+        found[f"{alone}_cpu_s/GB"] = median([row[alone] for row in rows[1:]])
+        bounds = [
+            compute_bound(row[f"client_{what}"], row[f"client_{what}_cpu"], row[alone], max(1, cores))
+            for row in rows[1:]
+        ]
+        found[f"tier_{what}_bound"] = median(bounds)
     for way, what in names:
         if way != "client":
             ratios = [row[f"{way}_{what}"] / row[f"client_{what}"] for row in rows[1:]]

@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import logging
 import time
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -182,6 +183,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.endswith(".localhost") or is_address(host, "is_loopback")
 
 
+@lru_cache(256)
 def is_address(host: str, kind: str | None = None) -> bool:
     """Return whether a host is an IP address. kind: a property that it must have, such as `is_loopback`."""
     try:

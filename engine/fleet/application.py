@@ -12,7 +12,9 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
+from engine.fleet.ingress.direct_requests import IMPORT_PATH as MIDDLEWARES
 from engine.fleet.ingress.ingress_replica import IngressReplica
+from engine.fleet.ingress.open_requests import MOST_REQUESTS
 from engine.fleet.replica.engine_replica import LATE_S, EngineReplica
 from engine.fleet.router.prefix_router import ROUTER_PATH
 from engine.fleet.scaling_policy import build_scaling
@@ -22,7 +24,6 @@ from engine.settings.preload import gpu_driver
 NAME = "rekindle"
 REPLICAS = "replica"
 INGRESSES = "ingress"
-MOST_REQUESTS = 4096  # that an ingress answers at once: as many connections as a server has
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 15.0
 STATS_PERIOD_S = 1.0  # between two reports of what a replica holds
@@ -31,6 +32,7 @@ INGRESS_GRACE_S = 60.0  # for the requests of an ingress that is replaced
 INGRESS_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES,
 }
 
 # Ray would kill the server of an actor that dies, with its streams. The server drains instead, and ends by itself.

@@ -34,12 +34,15 @@ class HeldAnswer:
     """The answer to one request, from one replica after another until one of them has given a token.
 
     can_repeat: the request may be sent to another replica. If not, a stream is passed on from its beginning.
+    names_itself: the client gets the header with the answer's id. Ray Serve's own layer adds a header of this name with
+    an id of its own, and a response has one such header.
     has_begun: the client has the status line. has_token: the client has a part of the answer, so no other replica may
     be asked.
     """
 
     send: Send
     can_repeat: bool
+    names_itself: bool = False
     has_begun: bool = field(default=False, init=False)
     has_token: bool = field(default=False, init=False)
     answer_id: bytes = field(default=b"", init=False)  # as the client knows it
@@ -78,6 +81,8 @@ class HeldAnswer:
         """End the answer, which is complete."""
         body = b"".join((*self._held, self._rest))
         self._held = []
+        if body and not self.has_begun:
+            self._headers = [*self._headers, (b"content-length", b"%d" % len(body))]
         await self._begin()
         await self.send({"type": "http.response.body", "body": self._rename(body), "more_body": False})
 
@@ -121,8 +126,7 @@ class HeldAnswer:
             return
         self.has_begun = True
         self.answer_id = self._id
-        # Ray Serve adds a header of this name with an id of its own, and a response has one such header.
-        headers = [(name, value) for name, value in self._headers if name != ID_HEADER]
+        headers = [one for one in self._headers if self.names_itself or one[0] != ID_HEADER]
         await self.send({"type": "http.response.start", "status": self._status, "headers": headers})
 
     def _rename(self, body: bytes) -> bytes:

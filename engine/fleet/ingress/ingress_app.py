@@ -14,6 +14,7 @@ is busy, the client gets its refusal. Otherwise the request waits and tries agai
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -21,9 +22,9 @@ from contextlib import nullcontext
 from functools import lru_cache
 
 import anyio
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from prometheus_client import Counter
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
@@ -40,8 +41,9 @@ from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable, unkn
 from adapters.http.wire.read_body import read_bytes
 from adapters.http.wire.until_disconnect import run_until_disconnect
 from adapters.metrics import Metrics
+from engine.fleet.ingress.direct_requests import DIRECT
 from engine.fleet.ingress.fleet_status import FleetStatus
-from engine.fleet.ingress.held_answer import HeldAnswer, ReplicaLost
+from engine.fleet.ingress.held_answer import HeldAnswer, ReplicaLost, find_header
 from engine.fleet.ingress.key_finder import KeyFinder
 from engine.fleet.ingress.merge_metrics import make_prefill_counter, make_repeat_counter
 from engine.fleet.ingress.open_requests import OpenRequests
@@ -60,14 +62,25 @@ EVENTS = "/events"  # a stream without an end
 READ_ONLY = frozenset({"GET", "HEAD"})
 
 
+@frozen
+class ServedPaths:
+    """The paths that a fleet answers.
+
+    whole: those without parameters, and patterns of all others (`/v1/responses/{response_id}`).
+    """
+
+    whole: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.whole or any(pattern.match(path) for pattern in self.patterns)
+
+
 @lru_cache(4)
-def compile_routes(routes: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    return tuple(compile_path(route)[0] for route in routes)
-
-
-def is_served(path: str, routes: tuple[str, ...]) -> bool:
-    """Return whether a path is one of these routes, which may have parameters (`/v1/responses/{response_id}`)."""
-    return path in routes or any(pattern.match(path) for pattern in compile_routes(routes))
+def collect_paths(of_replica: tuple[str, ...]) -> ServedPaths:
+    """Return the paths of a fleet. of_replica: what the server of a replica answers."""
+    routes = frozenset({*of_replica, *files.load_files(), FLEET})
+    return ServedPaths(routes, tuple(compile_path(route)[0] for route in routes if "{" in route))
 
 
 @define(eq=False)
@@ -100,10 +113,12 @@ class IngressApp:
             await (await work())(scope, receive, send)
             return
         newest = self.picker.newest or await self.picker.find_any()
-        if not is_served(path, (*newest.facts.paths, *files.load_files(), FLEET)):
+        if path not in collect_paths(newest.facts.paths):
             raise unknown_path(path, sorted({*newest.facts.paths, FLEET}))
         if self.open_requests.is_draining:
             raise unavailable(SHUTTING_DOWN, self.options.times.retry_after_s)
+        if self.open_requests.is_full:
+            raise unavailable("The fleet answers as many requests as it can.", self.options.times.retry_after_s)
         # Nobody waits for the end of a stream of events: it has none.
         with nullcontext() if path == EVENTS else self.open_requests.hold():
             await self._read_and_answer(request, receive, send)
@@ -114,6 +129,8 @@ class IngressApp:
             body = await read_bytes(request, self.options, self.budget, incoming)
             asked = await self._read_request(request, body)
             await run_until_disconnect(receive, lambda: self._answer(asked, request.scope, send))
+        # The event loop of Ray Serve (uvloop) writes what was sent at the end of its turn. What follows can wait.
+        await asyncio.sleep(0)
         if asked.read_later is not None:
             asked.read_later()
 
@@ -159,7 +176,7 @@ class IngressApp:
 
     async def _answer(self, asked: AskedRequest, scope: Scope, send: Send) -> None:
         """Send the request to one replica after another until one has answered it."""
-        answer = HeldAnswer(send, asked.can_repeat)
+        answer = HeldAnswer(send, asked.can_repeat, names_itself=DIRECT in scope)
         with anyio.move_on_after(self.options.times.request_timeout_s):
             await self._try_replicas(asked, answer, scope)
             return
@@ -228,6 +245,6 @@ async def send_refusal(refusal: ReplicaRefused, answer: HeldAnswer) -> None:
 
 def find_pin(request: Request) -> str:
     """Return the id of the replica that a request names, in its header or in its query; empty if it names none."""
-    return Headers(scope=request.scope).get(REPLICA_HEADER.decode(), "") or QueryParams(
-        request.scope["query_string"]
-    ).get("replica", "")
+    named = find_header(request.scope["headers"], REPLICA_HEADER).decode("latin-1")
+    query = request.scope["query_string"]
+    return named or (QueryParams(query).get("replica", "") if query else "")

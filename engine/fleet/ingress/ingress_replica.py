@@ -22,12 +22,14 @@ from adapters.http.page import files
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
 from engine import __version__
+from engine.fleet.ingress.direct_requests import SLOT
 from engine.fleet.ingress.ingress_app import FLEET, IngressApp
 from engine.fleet.ingress.key_finder import KeyFinder
 from engine.fleet.ingress.open_requests import OpenRequests
 from engine.fleet.ingress.prompt_keys import PromptReader
 from engine.fleet.ingress.reading_thread import ReadingThread
 from engine.fleet.ingress.replica_picker import ReplicaPicker
+from engine.fleet.router.router_slot import NEWEST
 from engine.loading.load_text import begin_text
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options, evolve_options
@@ -45,7 +47,8 @@ class IngressReplica:
         # Only replicas write traces and use the cache folder. An ingress may run on a machine without these folders.
         options = prepare_options(evolve_options(parse_values(values), trace=None, kv_cache_dir=None))
         configure(options.diagnostics.log_format, options.diagnostics.log_level)
-        self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas))
+        self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas, NEWEST))
+        SLOT.app = self.gate
 
     async def drain(self, grace_s: float) -> int:
         """Take no more requests. Return how many have not ended after the grace period. Called when the fleet stops."""

@@ -1,12 +1,15 @@
-"""The requests that an ingress is answering, for the end of a fleet: new ones are refused, and those may end first."""
+"""The requests that an ingress is answering: how many they may be, and that they may end before the fleet does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import anyio
 from attrs import define, field
+
+MOST_REQUESTS: Final = 4096  # that an ingress answers at once: as many connections as a server has
 
 
 @define(eq=False)
@@ -16,6 +19,10 @@ class OpenRequests:
     count: int = field(default=0, init=False)
     is_draining: bool = field(default=False, init=False)
     _all_ended: anyio.Event = field(factory=anyio.Event, init=False)
+
+    @property
+    def is_full(self) -> bool:
+        return self.count >= MOST_REQUESTS
 
     @contextmanager
     def hold(self) -> Iterator[None]:

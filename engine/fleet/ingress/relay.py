@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-import aiohttp
 from attrs import define, field, frozen
-from yarl import URL
 
-from engine.fleet.ingress.held_answer import HeldAnswer, RawHeaders, ReplicaLost
+from engine.fleet.ingress.held_answer import HeldAnswer, RawHeaders
+from engine.fleet.ingress.replica_connection import ConnectionPool, ReplicaConnection, ReplicaRequest, parse_address
 from engine.fleet.ingress.replica_picker import Replica
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.router.route_keys import RouteKeys
@@ -16,8 +16,6 @@ from engine.fleet.router.route_keys import RouteKeys
 REPLICA_HEADER = b"x-rekindle-replica"
 READER_HEADER = b"x-rekindle-reader"  # the replica that has read the prompt for the one that answers
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"host"})  # headers with which a replica lets a caller in
-CONNECT_S = 5.0
-IDLE_S = 60.0  # less than the 75 s after which a replica closes an idle connection
 # Headers of one hop, and those that each hop writes itself.
 REQUEST_HEADERS = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -61,22 +59,7 @@ class ReplicaRefused(Exception):
 class ReplicaClient:
     """The connections of an ingress to replicas. Used in one event loop."""
 
-    _session: aiohttp.ClientSession | None = field(default=None, init=False)
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The HTTP client, which is made inside the running event loop."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                auto_decompress=False,
-                skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                max_line_size=1 << 16,
-                max_field_size=1 << 16,
-            )
-        return self._session
+    pool: ConnectionPool = field(factory=ConnectionPool, init=False)
 
     async def send(self, asked: AskedRequest, replica: Replica, answer: HeldAnswer, reader: str = "") -> None:
         """Send a request to a replica, and its answer to the client. reader: the id of the replica that has read the
@@ -84,61 +67,45 @@ class ReplicaClient:
 
         Raises ReplicaLost if the replica went away. Raises ReplicaRefused if it takes no request now.
         """
-        request = self.session.request(
-            asked.method,
-            URL(replica.facts.url + asked.target, encoded=True),
-            headers=decode_headers(keep_request_headers(asked.headers)),
-            data=asked.body or None,
-            allow_redirects=False,
-        )
-        try:
-            response = await request
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ReplicaLost(describe_error(error)) from error
-        async with response:
-            headers = keep_response_headers(response, replica)
+        request = ReplicaRequest(asked.method, asked.target, keep_request_headers(asked.headers), asked.body)
+        async with self._ask(replica.facts, request) as response:
+            headers = keep_response_headers(response.headers, replica)
             if reader:
-                headers = [*headers, (READER_HEADER, reader.encode())]
+                headers.append((READER_HEADER, reader.encode()))
             if response.status in REFUSALS:
-                body = b"".join([part async for part in read_parts(response)])
-                raise ReplicaRefused(replica.id, response.status, headers, body)
+                raise ReplicaRefused(replica.id, response.status, headers, await read_whole(response))
             await answer.begin(response.status, headers)
-            async for part in read_parts(response):
+            async for part in response.read_parts():
                 await answer.add(part)
         await answer.finish()
 
     async def get(self, facts: ReplicaFacts, target: str, headers: RawHeaders) -> tuple[int, RawHeaders, bytes]:
         """Return status, headers and body of a GET. Raises ReplicaLost."""
-        try:
-            async with self.session.get(
-                URL(facts.url + target, encoded=True), headers=decode_headers(headers)
-            ) as response:
-                return response.status, response.raw_headers, await response.read()
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ReplicaLost(describe_error(error)) from error
+        async with self._ask(facts, ReplicaRequest("GET", target, headers)) as response:
+            return response.status, response.headers, await read_whole(response)
 
     async def post(self, facts: ReplicaFacts, target: str, headers: RawHeaders, body: bytes) -> tuple[int, bytes]:
         """Return status and body of the answer to a POST. headers: as a client has sent them. Raises ReplicaLost."""
-        kept = decode_headers(keep_request_headers(headers))
-        try:
-            async with self.session.post(URL(facts.url + target, encoded=True), headers=kept, data=body) as response:
-                return response.status, await response.read()
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ReplicaLost(describe_error(error)) from error
+        async with self._ask(facts, ReplicaRequest("POST", target, keep_request_headers(headers), body)) as response:
+            return response.status, await read_whole(response)
 
     async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        """Close all connections that are idle."""
+        self.pool.close()
+
+    @asynccontextmanager
+    async def _ask(self, facts: ReplicaFacts, request: ReplicaRequest) -> AsyncIterator[ReplicaConnection]:
+        """Yield the connection on which the head of the answer has arrived. Raises ReplicaLost."""
+        address = parse_address(facts.url)
+        connection = await self.pool.open(address)
+        with self.pool.lend(connection, address):
+            await connection.send(request, facts.url.removeprefix("http://"))
+            yield connection
 
 
-async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the parts of a body as they arrive. Raises ReplicaLost if it is cut short."""
-    try:
-        async for part in response.content.iter_any():
-            yield part
-    except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise ReplicaLost(describe_error(error)) from error
+async def read_whole(response: ReplicaConnection) -> bytes:
+    """Return the body of an answer. Raises ReplicaLost if it is cut short."""
+    return b"".join([part async for part in response.read_parts()])
 
 
 def keep_request_headers(headers: RawHeaders) -> RawHeaders:
@@ -146,19 +113,7 @@ def keep_request_headers(headers: RawHeaders) -> RawHeaders:
     return [(name, value) for name, value in headers if name not in REQUEST_HEADERS]
 
 
-def decode_headers(headers: RawHeaders) -> list[tuple[str, str]]:
-    """Return headers as the HTTP client takes them."""
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-
-
-def keep_response_headers(response: aiohttp.ClientResponse, replica: Replica) -> RawHeaders:
+def keep_response_headers(headers: RawHeaders, replica: Replica) -> list[tuple[bytes, bytes]]:
     """Return the headers that a client gets, with the replica's id."""
-    kept = [(name.lower(), value) for name, value in response.raw_headers]
-    return [
-        *((name, value) for name, value in kept if name not in RESPONSE_HEADERS),
-        (REPLICA_HEADER, replica.id.encode()),
-    ]
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    kept = [(name, value) for name, value in headers if name not in RESPONSE_HEADERS]
+    return [*kept, (REPLICA_HEADER, replica.id.encode())]

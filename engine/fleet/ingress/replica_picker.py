@@ -1,8 +1,9 @@
 """Asks Ray Serve's router for a replica, and for all of them. Only this module and the router know Serve's handles.
 
-Answers do not pass through Serve's calls: the ingress sends a request to the HTTP server of the replica itself. A call
-of an actor took 3 ms on two cores of an AMD EPYC, and reserving a place for it took 4 ms. So a choice reserves nothing,
-and the router gets how many requests of this ingress each replica is answering.
+A choice asks the router in this process (`RouterSlot`), and the handle only while that has no replica. Answers do not
+pass through Serve's calls: the ingress sends a request to the HTTP server of the replica itself. A call of an actor
+took 3 ms on two cores of an AMD EPYC, and reserving a place for it took 4 ms. So a choice reserves nothing, and the
+router gets how many requests of this ingress each replica is answering.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.router_slot import RouterSlot
 from states.routing.choose_replica import RemotePrefill, RouteDecision
 
 log = logging.getLogger("rekindle.fleet")
@@ -48,9 +50,10 @@ class ReplicaChoice:
 
 @define(eq=False)
 class ReplicaPicker:
-    """Picks replicas. handle: a handle of the replicas' deployment."""
+    """Picks replicas. handle: a handle of the replicas' deployment. routers: where its router is, once it was made."""
 
     handle: Any
+    routers: RouterSlot = field(factory=RouterSlot)
     in_flight: Counter[str] = field(factory=Counter)  # requests of this ingress, by replica
     newest: Replica | None = field(default=None, init=False)  # the replica that was seen for the first time last
     _known: dict[str, Replica] = field(factory=dict, init=False)
@@ -77,11 +80,12 @@ class ReplicaPicker:
 
     async def _draw(self, route: RouteKeys | None, avoid: frozenset[str]) -> ReplicaChoice:
         """Return the router's choice. Waits while there is no replica, and while none can be started."""
+        given = {"route": route, "in_flight": self.in_flight, "avoid": avoid}
         while True:
+            if (found := self._ask_router(given)) is not None:
+                return found
             decisions = list[RouteDecision]()
-            choice = self.handle.choose_replica(
-                route=route, in_flight=self.in_flight, avoid=avoid, on_decision=decisions.append, _reserve=False
-            )
+            choice = self.handle.choose_replica(**given, on_decision=decisions.append, _reserve=False)
             try:
                 async with choice as selection:
                     replica = self._remember(selection.replica_id, selection.replica_metadata)
@@ -90,6 +94,14 @@ class ReplicaPicker:
                     return ReplicaChoice(replica, decisions[-1].prefill if followed else None)
             except DeploymentUnavailableError:
                 await anyio.sleep(LISTED_S)
+
+    def _ask_router(self, given: Mapping[str, Any]) -> ReplicaChoice | None:
+        """Return the choice of the router itself. None: it has no replica, or Serve has not made it yet."""
+        router = self.routers.router
+        if router is None or (found := router.choose_offered(given)) is None:
+            return None
+        decision, metadata = found
+        return ReplicaChoice(self._remember(decision.replica, metadata), decision.prefill)
 
     def find(self, replica: str) -> Replica | None:
         """Return a replica that was seen before."""

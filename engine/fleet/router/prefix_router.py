@@ -1,8 +1,10 @@
 """The router by prefix as Ray Serve calls it. All that is known of Serve's interface for routers is in this module.
 
 Serve makes one `PrefixRequestRouter` in each process that holds a handle of the replicas, that is in each ingress. It
-calls `choose_replicas` for each request, with what the caller has given (`route_keys.py`), and `update_replicas` when
-replicas come, go or have new routing stats. The decision is `states/routing/choose_replica.py`'s.
+calls `choose_replicas` for each call of the handle, with what the caller has given (`route_keys.py`), and
+`update_replicas` when replicas come, go or have new routing stats. The decision is
+`states/routing/choose_replica.py`'s. The ingress finds the router in this process (`router_slot.py`) and
+asks it directly (`choose_offered`): a call of the handle takes as long again as the decision.
 
 The interface is alpha, so the version of Ray is pinned (2.60.0, the extra `fleet`). Where it changes, this module and
 `replica_picker.py` are to be read again, and `tests/engine/fleet/router/test_prefix_router.py` tells whether they still
@@ -22,6 +24,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from engine.fleet.digests import STATS_KEY, read_routing_stats
 from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.router_slot import note_router
 from engine.fleet.router.routing_trace import TracedRouter
 from states.routing.choose_replica import Policy, RouteDecision, RouteQuery
 from states.routing.prefix_router import (
@@ -56,16 +59,29 @@ class PrefixRequestRouter(RequestRouter):
             self.router = open_traced_router(Path(trace_folder), self.router)
         self.asked = 0
         self.seen: dict[str, bytes] = {}  # replica -> the message that was read last
+        self.offered: dict[str, RunningReplica] = {}  # what Serve has named last
+        note_router(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in which replicas there are, and what they tell. Called by Ray Serve at each change."""
         super().update_replicas(replicas)
-        names = {get_name(replica) for replica in replicas}
-        for name in self.seen.keys() - names:
+        self.offered = {get_name(replica): replica for replica in replicas}
+        for name in self.seen.keys() - self.offered.keys():
             self.router.advance(ReplicaRemoved(name))
             del self.seen[name]
-        for replica in replicas:
-            self.read_digests(get_name(replica), replica.routing_stats)
+        for name, replica in self.offered.items():
+            self.read_digests(name, replica.routing_stats)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Offer a replica no more. Called by Ray Serve where a call of its actor has failed."""
+        super().on_replica_actor_died(replica_id)
+        self.offered.pop(str(replica_id.unique_id), None)
+
+    def choose_offered(self, given: Mapping[str, Any]) -> tuple[RouteDecision, Mapping[str, Any]] | None:
+        """Choose among the replicas that Serve has named last. `LocalRouter` has the details."""
+        decision = self.decide(given, offered=self.offered.keys())
+        chosen = None if decision is None else self.offered.get(decision.replica)
+        return None if decision is None or chosen is None else (decision, chosen.replica_metadata)
 
     def read_digests(self, name: str, stats: Mapping[str, Any]) -> None:
         """Take in what a replica tells, unless it is the same as before."""

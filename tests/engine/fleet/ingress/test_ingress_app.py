@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import httpx
 import pytest
 
 from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
+from engine.fleet.ingress.open_requests import MOST_REQUESTS
 from engine.fleet.ingress.prompt_keys import PromptReader
 from engine.fleet.router.route_keys import RouteKeys
+from states.routing.choose_replica import RouteDecision
 from tests.engine.fleet.conftest import BLOCK, IDENTITY, FakeFleet, Servers, run_ingress, run_servers
 from tests.http.conftest import chat
 
@@ -337,3 +340,32 @@ async def test_a_fleet_without_requests_stops_at_once(fleet: FakeFleet) -> None:
     async with fleet.client.stream("GET", "/events") as events:
         await anext(events.aiter_lines())
         assert await fleet.app.open_requests.drain(20) == 0, "a stream of events has no end"
+
+
+async def test_a_router_in_this_process_is_asked_before_the_handle(fleet: FakeFleet) -> None:
+    facts = fleet.handle.replicas["b"].to_metadata()
+    asked: list[Mapping[str, Any]] = []
+
+    class Router:
+        def choose_offered(self, given: Mapping[str, Any]) -> tuple[RouteDecision, Mapping[str, Any]] | None:
+            asked.append(given)
+            return None if "b" in given["avoid"] else (RouteDecision("b", "prefix", (0, 0, 0, 0), 0, 0, 0, 0), facts)
+
+    fleet.app.picker.routers.router = Router()
+    answer = await fleet.client.post(CHAT, json=chat(max_tokens=2))
+    assert (answer.status_code, answer.headers["x-rekindle-replica"]) == (200, "b")
+    assert answer.headers["content-length"] == str(len(answer.content))
+    assert not fleet.handle.calls
+    assert isinstance(asked[-1]["route"], RouteKeys)
+    fleet.app.picker.shun("b")
+    other = await fleet.client.post(CHAT, json=chat(max_tokens=2))
+    assert other.headers["x-rekindle-replica"] == "a", "a router without a replica leaves the choice to the handle"
+
+
+async def test_an_ingress_answers_only_so_many_requests_at_once(fleet: FakeFleet) -> None:
+    fleet.app.open_requests.count = MOST_REQUESTS
+    refused = await fleet.client.post(CHAT, json=chat(max_tokens=2))
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    fleet.app.open_requests.count = 0
+    assert (await fleet.client.post(CHAT, json=chat(max_tokens=2))).status_code == 200

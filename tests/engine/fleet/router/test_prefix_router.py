@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra `fleet` is not installed")
 
+from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 
 from engine.core.block_digests import encode_digests
 from engine.fleet.digests import STATS_KEY
-from engine.fleet.router.prefix_router import PrefixRequestRouter, build_query
+from engine.fleet.router.prefix_router import ROUTER_PATH, PrefixRequestRouter, build_query
 from engine.fleet.router.route_keys import RouteKeys
 from engine.fleet.router.routing_trace import TracedRouter, replay_trace
 from states.rates import Rates
@@ -127,3 +130,47 @@ async def test_the_caller_hears_the_decision_and_who_reads_the_prompt(threshold:
     (decision,) = decisions
     assert decision.replica == "a"
     assert ("" if decision.prefill is None else decision.prefill.replica) == reader
+
+
+def offered(name: str, blocks: int) -> Any:
+    one = replica(name, blocks)
+    one.replica_metadata = {"url": f"http://{name}"}
+    return one
+
+
+def test_the_ingress_gets_the_decision_and_the_facts_without_a_call_of_the_handle():
+    router = OfflineRouter()
+    given = {"route": route(), "in_flight": {}, "avoid": frozenset[str]()}
+    assert router.choose_offered(given) is None, "Serve has named no replica yet"
+    router.offered = {"a": offered("a", 2), "b": offered("b", 8)}
+    for name, one in router.offered.items():
+        router.read_digests(name, one.routing_stats)
+    found = router.choose_offered(given)
+    assert found is not None
+    assert (found[0].replica, found[1]) == ("b", {"url": "http://b"})
+    elsewhere = router.choose_offered({**given, "avoid": frozenset("b")})
+    assert elsewhere is not None
+    assert elsewhere[0].replica == "a"
+    router.offered.pop("b")
+    left = router.choose_offered(given)
+    assert left is not None
+    assert left[0].replica == "a", "a replica whose actor has died is not chosen"
+
+
+CARRIED = """
+import pickle, sys
+from engine.fleet.router import router_slot
+router = object.__new__(pickle.loads(sys.stdin.buffer.read()))
+router.initialize_state()
+from engine.fleet.router.prefix_router import PrefixRequestRouter
+print(router_slot.NEWEST.router is router, isinstance(router, PrefixRequestRouter))
+"""
+
+
+def test_the_class_as_serve_carries_it_notes_its_router_where_the_ingress_looks():
+    """Serve carries a copy of the router's module, which is another module than the one that others import."""
+    config = RequestRouterConfig(request_router_class=ROUTER_PATH)
+    command = [sys.executable, "-c", CARRIED]
+    carried = config._serialized_request_router_cls  # noqa: SLF001 - this is what reaches an ingress
+    done = subprocess.run(command, input=carried, capture_output=True, check=True, timeout=60)
+    assert done.stdout.split() == [b"True", b"False"], done.stderr

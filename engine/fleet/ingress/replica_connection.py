@@ -1,0 +1,251 @@
+"""One HTTP/1.1 connection to the server of a replica, and the pool of those that are idle. `relay.py` uses both.
+
+Problem. A request passes an ingress twice, and what the ingress does is added to its time. A general HTTP client took a
+sixth of that: sessions, redirects, cookies, timers, and a task for each body.
+
+Idea. Both ends are ours. The server answers each request with a length or in chunks, never compressed, and never
+redirects. So a connection is a protocol of asyncio around the parser of `httptools`. The head of a request and its body
+are written at once. What arrives goes to the reader that awaits it.
+
+Invariants:
+* A connection has one request at a time. It returns to the pool when its answer is complete, and only then.
+* Whoever leaves an answer before its end closes the connection, so no answer can reach another request.
+* A reader that is slower than the replica stops the connection from being read (MOST_UNREAD).
+
+All of it runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Final, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import httptools
+from attrs import define, field, frozen
+
+from engine.fleet.ingress.held_answer import RawHeaders, ReplicaLost
+
+CONNECT_S: Final = 5.0
+IDLE_S: Final = 60.0  # less than the 75 s after which a replica closes an idle connection
+MOST_UNREAD: Final = 1 << 18  # bytes of an answer that wait for their reader; then the connection is not read
+WITHOUT_BODY: Final = frozenset(
+    {"GET", "HEAD", "DELETE", "OPTIONS"}
+)  # methods that need no length if they have no body
+Address: TypeAlias = tuple[str, int]
+
+
+@frozen
+class ReplicaRequest:
+    """A request for one replica. target: path and query as they are sent. headers: without those of one connection."""
+
+    method: str
+    target: str
+    headers: RawHeaders
+    body: bytes = b""
+
+    def encode(self, host: str) -> list[bytes]:
+        """Return what is sent: the head, and the body if there is one. host: for a request that names none.
+
+        Raises ValueError if a header would begin a line of its own.
+        """
+        lines = [f"{self.method} {self.target} HTTP/1.1".encode("latin-1")]
+        lines += [name + b": " + value for name, value in self.headers]
+        if all(name != b"host" for name, _ in self.headers):
+            lines.append(b"host: " + host.encode())
+        if self.body or self.method not in WITHOUT_BODY:
+            lines.append(b"content-length: %d" % len(self.body))
+        head = b"\r\n".join((*lines, b"", b""))
+        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1:
+            raise ValueError("a line of the request's head has a line break")
+        return [head, self.body] if self.body else [head]
+
+
+@define(eq=False)
+class ReplicaConnection(asyncio.Protocol):
+    """One connection. The methods in the second half are called by asyncio, and those that begin `on_` by the parser.
+
+    status, headers: of the answer that arrives now. is_complete: its end has arrived. is_lost: the connection is gone.
+    """
+
+    status: int = field(default=0, init=False)
+    headers: list[tuple[bytes, bytes]] = field(factory=list, init=False)
+    is_complete: bool = field(default=True, init=False)
+    is_lost: bool = field(default=False, init=False)
+    idle_since: float = field(default=0.0, init=False)
+    _has_head: bool = field(default=False, init=False)
+    _is_kept: bool = field(default=False, init=False)  # the replica keeps the connection after this answer
+    _is_head_only: bool = field(default=False, init=False)  # the request is a HEAD, so no body follows
+    _parts: deque[bytes] = field(factory=deque, init=False)
+    _unread: int = field(default=0, init=False)
+    _waiter: asyncio.Future[None] | None = field(default=None, init=False)
+    _reason: str = field(default="the connection was closed", init=False)
+    _transport: asyncio.Transport = field(init=False)
+    _parser: httptools.HttpResponseParser = field(init=False)
+
+    @property
+    def can_be_reused(self) -> bool:
+        return self.is_complete and not self.is_lost and self._is_kept
+
+    async def send(self, request: ReplicaRequest, host: str) -> None:
+        """Send a request, and wait for the head of its answer. Raises ReplicaLost or ValueError."""
+        parts = request.encode(host)
+        self.is_complete = False
+        self._has_head = False
+        self._is_kept = False
+        self._is_head_only = request.method == "HEAD"
+        self.headers = []
+        self._transport.writelines(parts)
+        while not self._has_head:
+            await self._wait()
+
+    async def read_parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the answer's body as they arrive. Raises ReplicaLost if it is cut short."""
+        while True:
+            while self._parts:
+                part = self._parts.popleft()
+                self._count_unread(-len(part))
+                yield part
+            if self.is_complete:
+                return
+            await self._wait()
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
+    async def _wait(self) -> None:
+        """Wait until something arrives. Raises ReplicaLost if the connection is gone."""
+        if self.is_lost:
+            raise ReplicaLost(self._reason)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _count_unread(self, change: int) -> None:
+        """Count bytes that wait for the reader. The connection is not read while there are too many."""
+        was_full = self._unread > MOST_UNREAD
+        self._unread += change
+        is_full = self._unread > MOST_UNREAD
+        if is_full != was_full and not self._transport.is_closing():
+            (self._transport.pause_reading if is_full else self._transport.resume_reading)()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
+        self._parser = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._reason = f"the answer cannot be read: {error}"
+            self.is_lost = True
+            self._transport.abort()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.is_lost and error is not None:
+            self._reason = f"{type(error).__name__}: {error}"
+        self.is_lost = True
+        self._wake()
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            raise ValueError("nobody has asked for this answer")  # the parser raises an error of its own for it
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # the final answer follows
+            self.headers = []
+            return
+        self._has_head = True
+        self.is_complete = self._is_head_only
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._count_unread(len(part))
+
+    def on_message_complete(self) -> None:
+        self.is_complete = self._has_head
+        self._is_kept = self._parser.should_keep_alive()  # it can tell only now
+
+
+@lru_cache(1 << 12)
+def parse_address(url: str) -> Address:
+    """Return the host and the port of a server's URL."""
+    parsed = urlsplit(url)
+    assert parsed.hostname is not None
+    assert parsed.port is not None
+    return parsed.hostname, parsed.port
+
+
+@define(eq=False)
+class ConnectionPool:
+    """The connections of an ingress to its replicas. idle: by address, those that were used last at the end."""
+
+    idle: dict[Address, list[ReplicaConnection]] = field(factory=dict, init=False)
+
+    @contextmanager
+    def lend(self, connection: ReplicaConnection, address: Address) -> Iterator[None]:
+        """Take a connection back when the block ends, if its answer is complete. Otherwise close it."""
+        try:
+            yield
+        finally:
+            if connection.can_be_reused:
+                connection.idle_since = asyncio.get_running_loop().time()
+                self.idle.setdefault(address, []).append(connection)
+            else:
+                connection.close()
+
+    async def open(self, address: Address) -> ReplicaConnection:
+        """Return an idle connection, or a new one. Raises ReplicaLost if none can be made."""
+        loop = asyncio.get_running_loop()
+        if (connection := self._find_idle(address, loop.time() - IDLE_S)) is not None:
+            return connection
+        self._forget_lost()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(ReplicaConnection, *address)
+        except (TimeoutError, OSError) as error:
+            raise ReplicaLost(f"{type(error).__name__}: {error}") from error
+        return connection
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for connections in self.idle.values():
+            for connection in connections:
+                connection.close()
+        self.idle.clear()
+
+    def _forget_lost(self) -> None:
+        """Forget the connections that have ended meanwhile. Those of a replica that is gone are never asked for."""
+        for address in list(self.idle):
+            kept = [one for one in self.idle[address] if not one.is_lost]
+            if kept:
+                self.idle[address] = kept
+            else:
+                del self.idle[address]
+
+    def _find_idle(self, address: Address, oldest: float) -> ReplicaConnection | None:
+        """Return the idle connection that was used last. Those that are lost or older are closed."""
+        kept = self.idle.get(address, [])
+        while kept:
+            connection = kept.pop()
+            if not connection.is_lost and connection.idle_since >= oldest:
+                return connection
+            connection.close()
+        self.idle.pop(address, None)
+        return None
