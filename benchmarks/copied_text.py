@@ -203,7 +203,7 @@ def compare_rounds(what: str, rounds: Sequence[Mapping[str, Mapping[str, Any]]])
             "tok/round": sum(one[way]["tokens"] for one in rounds) / sum(one[way]["decode_steps"] for one in rounds),
             "differing": sum(one["plain"]["digest"] != one[way]["digest"] for one in rounds),
         }
-        for way in SERVERS
+        for way in rounds[0]
         if way != "plain"
     ]
 
@@ -219,8 +219,9 @@ def measure_side_by_side(given: Any) -> list[dict[str, Any]]:
     given.asked = prompts(["code"], CODE_PROMPTS, 256)["code"] if "code" in given.kinds else []
     rows = list[dict[str, Any]]()
     with TemporaryDirectory() as home:
-        sets = parse_cores(given.cores, len(SERVERS))
-        with start_servers([*SERVERS], "benchmarks.text_server", sets, Path(home)) as servers:
+        names = given.servers.split(",")
+        sets = parse_cores(given.cores, len(names))
+        with start_servers(names, "benchmarks.text_server", sets, Path(home)) as servers:
             own = {"model": given.model, "threads": given.threads or len(sets[0]), "slots": max(given.slots, *counts)}
             servers.load_all(lambda name: {"draft": SERVERS[name], **own})
             for kind in given.kinds.split(","):
@@ -233,8 +234,9 @@ def measure_side_by_side(given: Any) -> list[dict[str, Any]]:
                         batches = draw_batches(kind, streams, count, number, given)
                         rounds.append(servers.ask_all({"batches": batches}, number))
                         print(json.dumps({"what": what, "batches": count, **rounds[-1]}), flush=True)
-                    rows += compare_rounds(what, rounds)
-                    print(*map(json.dumps, rows[-3:]), sep="\n", flush=True)
+                    compared_rows = compare_rounds(what, rounds)
+                    print(*map(json.dumps, compared_rows), sep="\n", flush=True)
+                    rows += compared_rows
     return rows
 
 
@@ -254,7 +256,7 @@ def publish_side_by_side(given: Any) -> None:
             row["what"],
             "x",
             row["x wall, median"],
-            {"two plain ones": plain[row["what"]]},
+            {"two plain ones": plain[row["what"]]} if plain else {},
             goal=Goal(at_least=3 if row["what"] == THREE_TIMES else 0.98 if row["what"] == NEAR_ONE else 1),
         )
         for row in rows
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("--side-by-side", action="store_true", help="measure processes at the same moment")
     parser.add_argument("--rounds", type=int, default=12, help="of each kind of text, side by side; at least 2")
     parser.add_argument("--seconds", type=float, default=6, help="that a round takes the plain server, side by side")
+    parser.add_argument("--servers", default=",".join(SERVERS), help="that run side by side; `plain` is one of them")
     parser.add_argument("--cores", default="", help="of each server, side by side")
     parser.add_argument("--kinds", default="new,code,edits", help="texts that are answered side by side")
     parser.add_argument("--texts", type=Path, help="file with edits, for machines without this repository's history")
