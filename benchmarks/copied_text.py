@@ -36,7 +36,7 @@ from adapters import demo
 from adapters.device.executor import DeviceExecutor
 from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import AGAIN, compared, row
-from benchmarks.results import Figure, Goal, publish
+from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.side_by_side import describe_spread, parse_cores, start_servers
 from benchmarks.subjects import prompts
 from benchmarks.tables import median, print_table
@@ -262,7 +262,7 @@ def publish_side_by_side(given: Any) -> None:
         for row in rows
         if row["server"] in SUBJECTS
     ]
-    publish(given, "copied_text_side_by_side", {"rows": rows}, figures, "cpu")
+    publish(given, f"copied_text-{slug(given.kinds)}-side-by-side", {"rows": rows}, figures, "cpu")
 
 
 def main() -> None:
