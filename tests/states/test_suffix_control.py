@@ -193,7 +193,7 @@ def test_plain_steps_that_are_settled_later_earn_what_each_of_them_would_have(se
     plans = [evolve(plan, copy_prices=CopyPrices(PRICES)) for plan in plans]
     outcomes = [Decoded((1,)), Decoded((1, 2, 3), steps=3), Decoded((1,), ns=5, matched=4)]
     outcomes += [Decoded((1, 2), 7, accepted=1, copied=7, rows=8), Decoded((1,), 7, accepted=0), Decoded((1,), rows=8)]
-    at_once = later = control.make_control(evolve(COPYING, max_proposals=7), CHEAP)
+    at_once = later = control.make_control(evolve(COPYING, max_proposals=7), CHEAP).with_plan(plans[0])
     tokens = kept = 0
     for _ in range(200):
         if rng.random() < 0.1:
