@@ -197,7 +197,7 @@ def test_copies_end_where_the_answer_or_the_slot_does():
     assert copies_of(a_rule(9), capacity=46) == {0: (10, 11)}
 
 
-def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch):
+def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = StepCopies(SuffixProposer(matcher()), 999)
     states = [a_state([*range(first, first + 40)], first) for first in (1, 101)]
     members = [a_member(slot, state, a_rule(9)) for slot, state in enumerate(states)]
