@@ -75,3 +75,10 @@ class SpeculationControl:
             *(self.widths, self.gains, self.branching, self.seen, self.account, plan),
             *(self.copy_widths, self.copied, self.matched, self.max_branch, self.settled),
         )
+
+    def with_account(self, account: int, settled: int) -> SpeculationControl:
+        """Return the control with an account that has counted so many tokens of the answer."""
+        return SpeculationControl(
+            *(self.widths, self.gains, self.branching, self.seen, account, self.plan),
+            *(self.copy_widths, self.copied, self.matched, self.max_branch, settled),
+        )

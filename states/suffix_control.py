@@ -123,7 +123,7 @@ def settle(control: SpeculationControl, tokens: int) -> SpeculationControl:
     """Return the control with what plain steps have earned since `control.settled`. tokens: that the answer has."""
     if tokens == control.settled:
         return control
-    return evolve(control, account=control.account + REFILL * (tokens - control.settled), settled=tokens)
+    return control.with_account(control.account + REFILL * (tokens - control.settled), tokens)
 
 
 def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
