@@ -13,8 +13,9 @@ A second plain target says how much of a difference is noise.
 
 --side-by-side: four processes do the same work at the same moment, each on two cores of its own: two without proposals,
 one that copies, and one with the draft of the demo. After each round they change cores. A ratio is that of the times of
-one round, to the plain server, so it says little of what disturbs the machine. Edits, new text and code are answered
-for 1 and 16 streams. Each batch of edits and code has a salt of its own: nothing is copied from earlier answers.
+one round, to the mean of both plain servers, so it says little of what disturbs the machine. Edits, new text and code
+are answered for 1 and 16 streams. Each batch of edits and code has a salt of its own, so nothing is copied from earlier
+answers. Without --side-by-side, an edit that is given again (--turns) is copied from the answer before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -189,7 +191,10 @@ def draw_batches(kind: str, streams: int, count: int, number: int, given: Any) -
 
 
 def compare_rounds(what: str, rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row for each server but the plain one. x: plain time over its time, of each round."""
+    """Return a row for each server but the plain one. x: plain time over its time, of each round.
+
+    The plain time is the mean of both plain servers. It is that of one where they are compared with each other.
+    """
     return [
         {
             "what": what,
@@ -209,7 +214,12 @@ def compare_rounds(what: str, rounds: Sequence[Mapping[str, Mapping[str, Any]]])
 
 
 def spread_ratios(rounds: Sequence[Mapping[str, Mapping[str, Any]]], way: str, time: str) -> dict[str, float]:
-    return describe_spread([one["plain"][time] / one[way][time] for one in rounds])
+    """Return the spread of the ratios of a time, `wall` or `cpu`."""
+    ratios = list[float]()
+    for one in rounds:
+        plain = [one[name][time] for name, draft in SERVERS.items() if draft == "none" and name in one and way != AGAIN]
+        ratios.append((mean(plain) if plain else one["plain"][time]) / one[way][time])
+    return describe_spread(ratios)
 
 
 def measure_side_by_side(given: Any) -> list[dict[str, Any]]:
@@ -252,7 +262,7 @@ def publish_side_by_side(given: Any) -> None:
     figures = [
         Figure(
             "speculation",
-            f"{SUBJECTS[row['server']]}, over a plain server beside it",
+            f"{SUBJECTS[row['server']]}, over plain servers beside it",
             row["what"],
             "x",
             row["x wall, median"],
