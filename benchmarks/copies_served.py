@@ -1,16 +1,17 @@
 """Measures copies of earlier text over HTTP: a server that copies (`--draft suffix`) and one that does not are asked in
 turn.
 
-    python -m benchmarks.copies_served [--shape 8b] [--levels 1,16,64] [--rounds 6] [--record]
+    python -m benchmarks.copies_served [--shape 8b] [--levels 1,16,64] [--rounds 6] [--draft auto] [--again] [--record]
 
-Both servers run at once, and only one of them is asked at a time. Prompts and answers are new text of a model with
-random weights, drawn at temperature 1. There are two kinds of it:
+All servers run at once, and only one of them is asked at a time. --draft auto: the copying one is started with its
+defaults. --again: a second server that does not copy says how much of a difference is noise. Prompts and answers are
+new text of a model with random weights, drawn at temperature 1. There are two kinds of it:
 
 * new: all tokens of the vocabulary are drawn, so no three tokens come twice.
 * chance: 16 tokens are drawn only. So three tokens that come twice are frequent, and what follows them is seldom right:
   copying loses time. No real text is as bad.
 
-A round asks each server once, and rounds begin with either in turn. The first one is dropped, because both servers
+A round asks each server once, and rounds begin with either in turn. The first one is dropped, because all servers
 learn in it. A figure is the median over rounds of the tokens a second with copies over those without.
 """
 
@@ -36,7 +37,8 @@ from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import median, print_table
 from engine.tools.bench.bench_prompts import draw_tokens, make_random
 
-WAYS = {"plain": "none", "copies": "suffix"}
+AGAIN = "plain again"
+NOISE = f"{AGAIN}, median x"
 KINDS = ("new", "chance")
 FEW = range(1000, 1016)  # tokens of the text with chance matches
 BIAS = 60  # of these tokens: no other one is drawn
@@ -46,8 +48,8 @@ ANSWERS_OF_ONE = 2  # answers of a single stream, so that a turn takes as long a
 
 
 @contextmanager
-def serve_both(model: Path, home: Path, slots: int, rows: int) -> Iterator[dict[str, str]]:
-    """Start both servers at once, and yield their addresses."""
+def serve_all(ways: Mapping[str, str], model: Path, home: Path, slots: int, rows: int) -> Iterator[dict[str, str]]:
+    """Start all servers at once, and yield their addresses. ways: the draft of each."""
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
 
         def start(way: str) -> str:
@@ -56,14 +58,14 @@ def serve_both(model: Path, home: Path, slots: int, rows: int) -> Iterator[dict[
             server = serve_ours(
                 model,
                 Path(__file__).parents[1],
-                ("--draft", WAYS[way], "--disk-prefix-cache", "off", "--host-cache-budget", "0"),
+                ("--draft", ways[way], "--disk-prefix-cache", "off", "--host-cache-budget", "0"),
                 sized=True,
             )
             url, ready = stack.enter_context(listen(server, slots, rows, own))
             print(f"{way}: ready after {ready:.1f} s", flush=True)
             return url
 
-        yield dict(zip(WAYS, threads.map(start, WAYS), strict=True))
+        yield dict(zip(ways, threads.map(start, ways), strict=True))
 
 
 def make_bodies(kind: str, streams: int, given: argparse.Namespace, seed: str) -> list[dict[str, Any]]:
@@ -112,7 +114,7 @@ def measure(urls: Mapping[str, str], given: argparse.Namespace) -> list[dict[str
             for streams in levels:
                 count = ANSWERS_OF_ONE if streams == 1 else 1
                 took = dict[str, dict[str, float]]()
-                for way in sorted(WAYS, reverse=number % 2 == 1):
+                for way in sorted(urls, reverse=number % 2 == 1):
                     batches = [
                         make_bodies(kind, streams, given, f"{number} {kind} {streams} {at}") for at in range(count)
                     ]
@@ -124,6 +126,7 @@ def measure(urls: Mapping[str, str], given: argparse.Namespace) -> list[dict[str
 
 def describe(kind: str, streams: int, turns: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
     ratios = [turn["copies"]["tok/s"] / turn["plain"]["tok/s"] for turn in turns]
+    noise = [turn[AGAIN]["tok/s"] / turn["plain"]["tok/s"] for turn in turns if AGAIN in turn]
     copied = [turn["copies"] for turn in turns]
     return {
         "text": kind,
@@ -133,6 +136,7 @@ def describe(kind: str, streams: int, turns: Sequence[Mapping[str, Mapping[str, 
         "median x": median(ratios),
         "least x": min(ratios),
         "most x": max(ratios),
+        **({NOISE: median(noise)} if noise else {}),
         "tokens": sum(one["tokens"] for one in copied),
         "proposed": sum(one["proposed"] for one in copied),
         "accepted": sum(one["accepted"] for one in copied),
@@ -149,6 +153,7 @@ def make_figures(rows: Sequence[Mapping[str, Any]], subject: str) -> list[Figure
             "x",
             row["median x"],
             {"plain, tok/s": row["plain tok/s"]},
+            note=f"two plain ones: {row[NOISE]:.3f}" if NOISE in row else None,
             goal=Goal(at_least=GOALS.get(row["streams"], 1.0)),
         )
         for row in rows
@@ -162,6 +167,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
     parser.add_argument("--levels", default="1,16,64")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--draft", default="suffix", help="of the server that copies")
+    parser.add_argument("--again", action="store_true", help="ask a second server that does not copy as well")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--answers", type=int, default=256, help="tokens of an answer")
@@ -172,7 +179,8 @@ def main() -> None:
         if not (model := folder / "model").exists():
             checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
         slots = max(int(level) for level in given.levels.split(","))
-        with serve_both(model, Path(scratch), slots, given.prompts + given.answers + MARGIN) as urls:
+        ways = {"plain": "none", "copies": given.draft, **({AGAIN: "none"} if given.again else {})}
+        with serve_all(ways, model, Path(scratch), slots, given.prompts + given.answers + MARGIN) as urls:
             rows = measure(urls, given)
     print_table("with copies against without", rows)
     subject = name_shape(given.shape)

@@ -112,9 +112,10 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
         before.accepted + min(event.accepted, count),
     )
     speculation = state.speculation
-    if isinstance(speculation, MayPropose):
+    if isinstance(speculation, MayPropose) and not suffix_control.teaches_nothing(speculation.control, event):
         reason = "" if event.copied else speculation.reason
-        speculation = MayPropose(suffix_control.update_control(speculation.control, event), reason)
+        control = suffix_control.settle(speculation.control, said)
+        speculation = MayPropose(suffix_control.update_control(control, event), reason)
     after = Speculating(slot_lease, prompt, speculation, answer)
     heard = prompt.heard_tokens[said : said + count] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:

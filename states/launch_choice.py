@@ -285,7 +285,7 @@ def find_control(requests: Mapping[RequestId, State], effect_request: EffectRequ
     """Return what is known of the request's proposals; None: it proposes nothing."""
     state = requests.get(effect_request.request)
     if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):
-        return state.speculation.control
+        return suffix_control.settle(state.speculation.control, len(state.answer.tokens))
     return None
 
 

@@ -60,16 +60,25 @@ class SpeculationControl:
     gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
     seen: int = 0  # decode steps with proposals
-    account: int = 0  # thousandths of a plain step that may still be lost
+    account: int = 0  # thousandths of a plain step that may still be lost, as of `settled`
     plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
     copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
     copied: tuple[ClassGains, ...] = ()  # as in `Rates.copied`, of this request
     matched: int = 0  # as in `Decoded`, of the last outcome
     max_branch: int = 0  # as in `Settings`
+    # Tokens of the answer that `account` has counted. All later ones came in plain steps (`suffix_control.settle`).
+    settled: int = 0
 
     def with_plan(self, plan: Plan) -> SpeculationControl:
         """Return the control in a launch with this plan. `evolve` would take four times as long."""
         return SpeculationControl(
             *(self.widths, self.gains, self.branching, self.seen, self.account, plan),
-            *(self.copy_widths, self.copied, self.matched, self.max_branch),
+            *(self.copy_widths, self.copied, self.matched, self.max_branch, self.settled),
+        )
+
+    def with_account(self, account: int, settled: int) -> SpeculationControl:
+        """Return the control with an account that has counted so many tokens of the answer."""
+        return SpeculationControl(
+            *(self.widths, self.gains, self.branching, self.seen, account, self.plan),
+            *(self.copy_widths, self.copied, self.matched, self.max_branch, settled),
         )

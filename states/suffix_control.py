@@ -55,6 +55,7 @@ from states.rates import ClassGains, Rates
 from states.settings import Settings
 from states.speculation_control import (
     FRUITLESS_STEPS,
+    REFILL,
     REQUEST_MEMORY,
     count_bearable_steps,
     estimate_chain_gain,
@@ -108,10 +109,27 @@ def forget_steps(copied: Sequence[ClassGains]) -> tuple[ClassGains, ...]:
     return tuple(ClassGains(0, one.gains, one.branch_gain) for one in copied)
 
 
-def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
-    """Return a request's control after one more outcome.
+def teaches_nothing(control: SpeculationControl, done: Decoded) -> bool:
+    """Return whether an outcome only earns what every plain step earns, so that the control may stay as it is.
 
-    This runs for every token, and `evolve` would take four times as long.
+    Most outcomes are like that where proposals do not pay, and a new control for each takes 2 us a token.
+    """
+    plan = control.plan
+    is_plain = not (done.proposed or done.rows) and plan.price == UNIT and done.steps == len(done.tokens)
+    return is_plain and done.matched == control.matched and not (plan.charges_measured_time or plan.price_doubted)
+
+
+def settle(control: SpeculationControl, tokens: int) -> SpeculationControl:
+    """Return the control with what plain steps have earned since `control.settled`. tokens: that the answer has."""
+    if tokens == control.settled:
+        return control
+    return control.with_account(control.account + REFILL * (tokens - control.settled), tokens)
+
+
+def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
+    """Return a request's control after one more outcome. It has to be settled up to the tokens of this outcome.
+
+    `evolve` would take four times as long.
     """
     gains, seen = speculation_control.update_draft_gains(control, done)
     copied = control.copied
@@ -120,7 +138,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     balance = speculation_control.update_balance(control.account, control.plan, done)
     return SpeculationControl(
         *(control.widths, gains, control.branching, seen, balance, control.plan),
-        *(control.copy_widths, copied, done.matched, control.max_branch),
+        *(control.copy_widths, copied, done.matched, control.max_branch, control.settled + len(done.tokens)),
     )
 
 

@@ -108,6 +108,13 @@ def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_t
     assert (cut_by_executor.decode_steps, cut_by_executor.proposed, cut_by_executor.accepted) == (1, 3, 2)
 
 
+def test_a_plain_step_leaves_what_is_known_of_proposals_as_it_was() -> None:
+    before = a(Speculating, prefilled(DRAFT, **LEASED))
+    after = generate.accept_tokens(before, Decoded((7,)), knowing(DRAFT)).state
+    assert isinstance(after, Speculating)
+    assert after.speculation is before.speculation
+
+
 def test_logprobs_go_with_their_tokens() -> None:
     one, two = (-0.5, ((7, -0.5),)), (-1.5, ((8, -1.5),))
     then = generate.accept_tokens(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from attrs import evolve
 
@@ -182,6 +184,40 @@ def test_a_plain_step_of_a_launch_that_may_copy_is_charged_as_one() -> None:
     assert speculation_control.charge_step(plan, Decoded((1,), rows=16)) == 2000, "another member copied"
     doubted = evolve(plan, copy_prices=CopyPrices(evolve(PRICES, doubted_buckets=frozenset({8}))), plain_ns=100)
     assert speculation_control.charge_step(doubted, Decoded((1,), rows=8, ns=150)) == 1500
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plain_steps_that_are_settled_later_earn_what_each_of_them_would_have(seed: int) -> None:
+    rng = random.Random(seed)
+    plans = [Plan((0,)), Plan((7, 0), 1400), Plan((0,), plain_ns=4, charges_measured_time=True)]
+    plans = [evolve(plan, copy_prices=CopyPrices(PRICES)) for plan in plans]
+    outcomes = [Decoded((1,)), Decoded((1, 2, 3), steps=3), Decoded((1,), ns=5, matched=4)]
+    outcomes += [Decoded((1, 2), 7, accepted=1, copied=7, rows=8), Decoded((1,), 7, accepted=0), Decoded((1,), rows=8)]
+    at_once = later = control.make_control(evolve(COPYING, max_proposals=7), CHEAP).with_plan(plans[0])
+    tokens = kept = 0
+    for _ in range(200):
+        if rng.random() < 0.1:
+            plan = rng.choice(plans)
+            at_once, later = at_once.with_plan(plan), later.with_plan(plan)
+        done = outcomes[rng.choice((0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5))]
+        at_once = control.update_control(at_once, done)
+        if control.teaches_nothing(later, done):
+            kept += 1
+        else:
+            later = control.update_control(control.settle(later, tokens), done)
+        tokens += len(done.tokens)
+        assert control.settle(later, tokens) == at_once
+    assert kept
+
+
+@pytest.mark.parametrize(
+    "done", [Decoded((1,), matched=4), Decoded((1,), rows=8), Decoded((1,), 3, accepted=0), Decoded((1, 2), steps=1)]
+)
+def test_an_outcome_that_is_not_of_a_plain_step_teaches_something(done: Decoded) -> None:
+    assert control.teaches_nothing(copier(), Decoded((1,)))
+    assert not control.teaches_nothing(copier(), done)
+    for plan in (Plan((3, 0), 1400), Plan((0,), charges_measured_time=True), Plan((0,), price_doubted=True)):
+        assert not control.teaches_nothing(copier(plan=plan), Decoded((1,)))
 
 
 def test_copies_teach_nothing_of_a_draft_and_the_other_way_round() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from attrs import frozen
+from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepMember
@@ -25,16 +25,24 @@ class CopyingMember(Protocol):
     state: SlotState
 
 
-@frozen(eq=False)
+@define(eq=False)
 class StepCopies:
     """Says what is copied. proposer: None where no text is searched. capacity: rows of a slot."""
 
     proposer: TextProposer | None
     capacity: int
+    # Slots in which the last search found a match. Mostly there are none, and then no request is looked up.
+    _matching: set[int] = field(init=False, factory=set[int])
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
-        return [0] * len(slots) if self.proposer is None else self.proposer.find_matches(slots)
+        if self.proposer is None:
+            return [0] * len(slots)
+        found = self.proposer.find_matches(slots)
+        if self._matching or any(found):
+            self._matching.difference_update([slot for slot, _ in slots])
+            self._matching.update([slot for (slot, _), matched in zip(slots, found, strict=True) if matched])
+        return found
 
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
@@ -48,7 +56,7 @@ class StepCopies:
         the rows that the chain leaves.
         """
         proposer = self.proposer
-        if proposer is None:
+        if proposer is None or not self._matching:
             return NO_COPIES
         chains: dict[int, Tokens] = {}
         branches: dict[int, Branch] = {}
@@ -80,7 +88,7 @@ class StepCopies:
 
     def has_match(self, members: Iterable[CopyingMember]) -> bool:
         """Would one of these copy text in its next step?"""
-        return any(self.find_class(member.effect, member.state) >= 0 for member in members)
+        return bool(self._matching) and any(self.find_class(member.effect, member.state) >= 0 for member in members)
 
     def count_copies(self, members: Sequence[StepMember], copies: CopiedTexts) -> Sequence[CopyCounts]:
         """Return what the outcome of each member says of copies, once `find_matches` was called for the step.
@@ -102,7 +110,7 @@ class StepCopies:
     def find_class(self, effect: RunDecode, state: SlotState) -> int:
         """Return the class of the match after which a member copies in its next step; -1 if it copies nothing."""
         copying = effect.copying
-        if copying is None or self.proposer is None or not copying.steps:
+        if copying is None or self.proposer is None or not copying.steps or effect.slot not in self._matching:
             return -1
         group = find_match_class(self.proposer.read_match(effect.slot, state))
         return group if group >= 0 and copying.counts[group] else -1

@@ -198,6 +198,26 @@ def test_copies_end_where_the_answer_or_the_slot_does():
     assert copies_of(a_rule(9), capacity=46) == {0: (10, 11)}
 
 
+def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = StepCopies(SuffixProposer(matcher()), 999)
+    states = [a_state([*range(first, first + 40)], first) for first in (1, 101)]
+    members = [a_member(slot, state, a_rule(9)) for slot, state in enumerate(states)]
+    asked = list[int]()
+    read = SuffixProposer.read_match
+    monkeypatch.setattr(
+        SuffixProposer, "read_match", lambda proposer, slot, state: asked.append(slot) or read(proposer, slot, state)
+    )
+    assert copies.find_matches(list(enumerate(states))) == [0, 0]
+    assert (copies.choose(members).chains, [copies.find_class(*one) for one in members], asked) == ({}, [-1, -1], [])
+    states[1].tokens += range(105, 109)
+    assert copies.find_matches([(1, states[1])]) == [4]
+    members[1] = a_member(1, states[1], a_rule(9))
+    assert (copies.choose(members).chains, asked) == ({1: tuple(range(109, 118))}, [1])
+    states[1].tokens.append(7000)
+    assert copies.find_matches(list(enumerate(states))) == [0, 0]
+    assert (copies.choose(members).chains, asked) == ({}, [1])
+
+
 def test_all_members_share_the_rows_of_a_step():
     assert copies_of(a_rule(4, rows=8), None, a_rule(4, rows=8)) == {0: (10, 11, 12, 13), 2: (10,)}
 
