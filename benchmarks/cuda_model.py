@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS, ShardPlacement
+from adapters.models.decoder.shard import ShardPlacement, list_buckets
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import buckets_of
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, publish
@@ -63,7 +64,7 @@ def prefill(shard: DenseShard, tokens: torch.Tensor, chunk: int) -> None:
         shard.forward(Step((Segment(0, start, len(part)),), chunk), part)
 
 
-def decode(shard: DenseShard, context: int, count: int, fetch: bool, bucket: int = 4) -> float:
+def decode(shard: DenseShard, context: int, count: int, fetch: bool, bucket: int = 1) -> float:
     """Seconds a token, greedy, from `context` rows on."""
     token = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     at = context
@@ -168,7 +169,7 @@ def _difference(shard: DenseShard, theirs: Any, count: int = 100) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    buckets = (*(bucket for bucket in BUCKETS if bucket < args.chunk), args.chunk)
+    buckets = buckets_of(list_buckets(DEVICE), args.chunk)
     config = config_8b(args.layers, max(args.contexts) + 4096)
     weights = RandomWeights(config, 0, DEVICE, DTYPE)
     speeds = bandwidth()

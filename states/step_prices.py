@@ -31,7 +31,7 @@ GUESSED_ROW_COST = 40
 # at most UNIT + MAX_EXTRA_COST * rows / (rows of the plain step's forward). For 8 rows of one request, whose plain
 # forward has 4 rows, these are 1,000 + 2,000 * 8 / 4 = 5,000.
 MAX_EXTRA_COST = 2 * UNIT
-SMALLEST_BUCKET = 4  # rows of the smallest forward: this many tokens are fed at the price of one
+SMALLEST_BUCKET = 4  # rows of the smallest forward with proposals: this many tokens are fed at one price
 
 ShapeKey: TypeAlias = tuple[int, int, int]  # (span, members, rows of the forward), as in `TimedStep`
 

