@@ -51,9 +51,13 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
     count = block // 16
     bits = 32 // count
     places = torch.arange(count)
-    if layout.steps in {"e2m1", "uint4", "int4"}:
+    if layout.steps in {"uint4", "int4"}:
         places = places // 2 + places % 2 * 4  # pairs lie 16 bits apart
     found = lanes.unsqueeze(-1) >> (places * bits) & (1 << bits) - 1
+    if layout.steps == "e2m1":  # pairs lie 16 bits apart; each number has three bits of size and a sign
+        halves = torch.stack((lanes & 0xFFFF, lanes >> 16 & 0xFFFF), -1)
+        pairs = [halves >> size & 7 | (halves >> sign & 1) << 3 for size, sign in ((6, 15), (3, 12), (0, 14), (9, 13))]
+        found = torch.stack(pairs, -2).flatten(-2)
     # Of each 16 columns lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     found = found.view(len(words), -1, 8, 4, 4, count // 4, 2, 2)
     found = found.permute(0, 2, 1, 4, 5, 6, 3, 7)  # side, block, word, 16, half, lane, pair
@@ -78,6 +82,30 @@ def test_numbers_of_mxfp4_come_out_of_the_bits_of_bfloat16() -> None:
     scales = torch.tensor([2.0**-20, 2.0**-9, 0.5, 1.0]).to(BF16)
     found = numbers.float()[:, None] * (scales * 2.0**127).float()
     assert torch.equal(found, torch.tensor(TABLES["e2m1"]).float()[:, None] * scales.float())
+
+
+def test_shifts_bring_each_pair_of_mxfp4_to_the_bits_of_bfloat16() -> None:
+    """The model of `packed_numbers._pair_e2m1`, for all pairs of codes in each place of a word."""
+    matrix = random_matrix((8, 4096), MXFP4, "w")
+    word = triton_packed.arrange_words(matrix.steps, MXFP4).view(8, -1, 1)
+    both, signs, sizes = -0x7E3F7E40, -0x7FFF8000, 0x01C001C0
+    moved = [
+        word & both,
+        word << 3 & both,
+        word << 1 & signs | word << 6 & sizes,
+        word << 2 & signs | word >> 3 & sizes,
+    ]
+    codes = read_steps(triton_packed.arrange_words(matrix.steps, MXFP4), MXFP4)
+    assert torch.equal(codes, matrix.steps.int())
+    found = torch.cat([(one >> half * 16 & 0xFFFF).flatten() for one in moved for half in (0, 1)])
+    expected = (matrix.steps.int() & 8) << 12 | (matrix.steps.int() & 7) << 6
+    assert torch.equal(found.sort().values, expected.flatten().sort().values)
+    for code in range(16):  # a word of one code in all places
+        alone = triton_packed.arrange_words(torch.full((8, 128), code, dtype=torch.uint8), MXFP4).flatten()[0]
+        bits = (code & 8) << 12 | (code & 7) << 6
+        pairs = [alone & both, alone << 3 & both, alone << 1 & signs | alone << 6 & sizes]
+        pairs.append(alone << 2 & signs | alone >> 3 & sizes)
+        assert [int(one) & 0xFFFFFFFF for one in pairs] == [bits | bits << 16] * 4
 
 
 def test_a_matrix_in_mxfp4_stays_packed_for_bfloat16_and_scales_that_fit() -> None:
@@ -128,11 +156,14 @@ def test_every_tile_covers_whole_pieces(layout: StepLayout, outputs: int, column
     weight = evolve(small, outputs=outputs, columns=columns)
     blocks = weight.piece // weight.block_form.block
     assert blocks * weight.block_form.block == weight.piece
-    tiles = [triton_groups.choose_packed_group_tile(pairs, 32, weight) for pairs in (1, 32, 256, 512, 1024, 1 << 16)]
+    tiles = [
+        triton_groups.choose_packed_group_tile(pairs, 32, weight, 227 << 10)
+        for pairs in (1, 32, 256, 512, 1024, 1 << 16)
+    ]
     assert [tile.pairs for tile in tiles] == [8, 8, 8, 16, 32, 64]
     for tile in tiles:
         assert blocks % tile.ahead == 0
-        across = weight.pieces if tile.pairs == triton_groups.FEW else 1
+        across = weight.pieces if tile.pairs == triton_groups.FEW_PAIRS else 1
         assert tile.columns % (16 * tile.warps // across) == 0
 
 
