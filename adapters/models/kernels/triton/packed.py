@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton import linear
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.packed_levels import EXPONENT, is_scaled, share_of
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
@@ -135,7 +136,7 @@ def next_x(x, x_ptr, ring, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.
     else:
         STAGES: gl.constexpr = ring.shape[0]
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        program_barrier()
         fetch_x(x_ptr, ring, at, step + STAGES - 1, each, depth, BLOCK)
         right = ring.index(step % STAGES).permute((0, 2, 1)).load(RIGHT)
     return right, x

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_attention import (
     _NOTHING,
     _forget,
@@ -166,7 +167,7 @@ def _consume(
         q = queries.index(NUMBER)
         q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0))
         fence_async_shared()
-        gl.thread_barrier()
+        program_barrier()
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         last = first + count - 1
         begin = first + NUMBER * ROWS

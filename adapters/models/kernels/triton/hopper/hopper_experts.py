@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.packed_groups import store_pairs
 
@@ -96,14 +97,14 @@ def multiply_pairs_ahead(
                 gdc_wait()
         row = gl.load(own_pairs + gl.minimum(m, count - 1)) // SHARE
         x_at = x_ptr + row.to(gl.int64) * depth + k
-        gl.thread_barrier()  # the rows of the tile before have been multiplied
+        program_barrier()  # the rows of the tile before have been multiplied
         for block in gl.static_range(STEPS):
             inside = (m < count) & (block * BLOCK_K + k < depth)
             async_copy.async_copy_global_to_shared(x_blocks.index(block), x_at + block * BLOCK_K, mask=inside)
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        program_barrier()
         for unit in range(start, stop):
             acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             for step in range(STEPS):

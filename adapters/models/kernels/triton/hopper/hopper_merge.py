@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.online_softmax import NOTHING
 
 _NOTHING = gl.constexpr(NOTHING.value)
-_everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it
 
 
 @gluon.jit
@@ -20,7 +20,7 @@ def are_last(left_ptr, here, splits):
     """Add `here` partials to the count and return whether all of them are written; if so, the others' partials are
     visible.
     """
-    _everybody_here()
+    program_barrier()
     left = gl.atomic_add(left_ptr, here, sem="acq_rel", scope="gpu") + here
     if left == splits:
         gl.store(left_ptr, 0)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.packed import add_pieces, restore, store_narrow
 from adapters.models.kernels.triton.packed_levels import share_of
@@ -234,7 +235,7 @@ def packed_ahead(
         mbarrier.init(w_come.index(at), count=1)
     for at in gl.static_range(X_STAGES):
         mbarrier.init(x_come.index(at), count=1)
-    gl.thread_barrier()
+    program_barrier()
     descriptors = (words_desc, levels_desc)
     rings = (w_ring, l_ring)
     for at in gl.static_range(W_STAGES):
@@ -255,7 +256,7 @@ def packed_ahead(
         lines = w_ring.index(w_slot).load(WORDS)
         levels = l_ring.index(w_slot).load(LEVELS)
         right = x_ring.index(x_slot).permute((1, 2, 0)).load(RIGHT)
-        gl.thread_barrier()  # all warps have this step in registers: its memory is free
+        program_barrier()  # all warps have this step in registers: its memory is free
         _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
         _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
         w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton import linear
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 
 _apply_gate = gluon.jit(linear.apply_gate.fn)
@@ -81,7 +82,7 @@ def linear_pieces(
     come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(STAGES):
         mbarrier.init(come.index(at), count=1)
-    gl.thread_barrier()
+    program_barrier()
     descriptors = (x_desc, w_desc)
     rings = (x_ring, w_ring)
     if PDL:
@@ -98,7 +99,7 @@ def linear_pieces(
             mbarrier.wait(come.index(here), turn)
             acc = warpgroup_mma(x_ring.index(here), w_ring.index(here).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            gl.thread_barrier()  # both warp groups have multiplied the block before: its memory is free
+            program_barrier()  # both warp groups have multiplied the block before: its memory is free
             free = gl.where(here == 0, STAGES - 1, here - 1)
             more = (step > 0) & (step - 1 + STAGES < steps)
             _request(descriptors, rings, come, (m0, n0), free, (step - 1 + STAGES) * BLOCK_K, more)
