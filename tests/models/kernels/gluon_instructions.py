@@ -81,6 +81,7 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "shr.u32": lambda a, b: a >> b,
+    "shf.r.wrap.b32": lambda low, high, count: ((high << 32 | low) >> count) & ALL,
     "fma.rn.bf16x2": multiply_add,
     "cvt.rn.bf16x2.f32": round_to_pair,
     "cvt.rn.f16x2.e4m3x2": widen_e4m3,

@@ -54,10 +54,13 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
     if layout.steps in {"uint4", "int4"}:
         places = places // 2 + places % 2 * 4  # pairs lie 16 bits apart
     found = lanes.unsqueeze(-1) >> (places * bits) & (1 << bits) - 1
-    if layout.steps == "e2m1":  # pairs lie 16 bits apart; each number has three bits of size and a sign
-        halves = torch.stack((lanes & 0xFFFF, lanes >> 16 & 0xFFFF), -1)
-        pairs = [halves >> size & 7 | (halves >> sign & 1) << 3 for size, sign in ((6, 15), (3, 12), (0, 14), (9, 13))]
-        found = torch.stack(pairs, -2).flatten(-2)
+    if layout.steps == "e2m1":
+        places = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))  # three bits of size, and the sign
+        numbers = [(one, half) for one in places for half in (0, 16)]
+        found = [
+            sum((lanes >> (place + half) % 32 & 1) << bit for bit, place in enumerate(one)) for one, half in numbers
+        ]
+        found = torch.stack(found, -1)
     # Of each 16 columns lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     found = found.view(len(words), -1, 8, 4, 4, count // 4, 2, 2)
     found = found.permute(0, 2, 1, 4, 5, 6, 3, 7)  # side, block, word, 16, half, lane, pair
@@ -87,25 +90,22 @@ def test_numbers_of_mxfp4_come_out_of_the_bits_of_bfloat16() -> None:
 def test_shifts_bring_each_pair_of_mxfp4_to_the_bits_of_bfloat16() -> None:
     """The model of `packed_numbers._pair_e2m1`, for all pairs of codes in each place of a word."""
     matrix = random_matrix((8, 4096), MXFP4, "w")
-    word = triton_packed.arrange_words(matrix.steps, MXFP4).view(8, -1, 1)
-    both, signs, sizes = -0x7E3F7E40, -0x7FFF8000, 0x01C001C0
-    moved = [
-        word & both,
-        word << 3 & both,
-        word << 1 & signs | word << 6 & sizes,
-        word << 2 & signs | word >> 3 & sizes,
-    ]
-    codes = read_steps(triton_packed.arrange_words(matrix.steps, MXFP4), MXFP4)
-    assert torch.equal(codes, matrix.steps.int())
-    found = torch.cat([(one >> half * 16 & 0xFFFF).flatten() for one in moved for half in (0, 1)])
+    words = triton_packed.arrange_words(matrix.steps, MXFP4)
+    assert torch.equal(read_steps(words, MXFP4), matrix.steps.int())
+    found = torch.cat([(one >> half * 16 & 0xFFFF).flatten() for one in move_pairs(words) for half in (0, 1)])
     expected = (matrix.steps.int() & 8) << 12 | (matrix.steps.int() & 7) << 6
-    assert torch.equal(found.sort().values, expected.flatten().sort().values)
+    assert torch.equal(found.sort().values, expected.flatten().sort().values.long())
     for code in range(16):  # a word of one code in all places
-        alone = triton_packed.arrange_words(torch.full((8, 128), code, dtype=torch.uint8), MXFP4).flatten()[0]
+        alone = triton_packed.arrange_words(torch.full((8, 128), code, dtype=torch.uint8), MXFP4).flatten()[:1]
         bits = (code & 8) << 12 | (code & 7) << 6
-        pairs = [alone & both, alone << 3 & both, alone << 1 & signs | alone << 6 & sizes]
-        pairs.append(alone << 2 & signs | alone >> 3 & sizes)
-        assert [int(one) & 0xFFFFFFFF for one in pairs] == [bits | bits << 16] * 4
+        assert [int(one) for one in move_pairs(alone)] == [bits | bits << 16] * 4
+
+
+def move_pairs(words: Tensor) -> list[Tensor]:
+    """Return the bits of bfloat16 of each of the four pairs of words."""
+    words = words.long() & 0xFFFFFFFF
+    turned = [(words >> count | words << 32 - count) & 0xFFFFFFFF for count in (3, 6)]
+    return [one & 0x81C081C0 for one in (words, *turned, (words & 0x001B001B) * 0x1084)]
 
 
 def test_a_matrix_in_mxfp4_stays_packed_for_bfloat16_and_scales_that_fit() -> None:

@@ -98,5 +98,6 @@ def multiply_packed_groups(
         launch(packed_groups.multiply_many, (len(dealt.tiles) * parts,), *tensors, *sizes, **constants, **options)
         return
     own = {"PIECES": weight.pieces, "BLOCKS": weight.blocks, "EACH": each, "AHEAD": tile.ahead}
+    own["WHOLE"] = weight.outputs % tile.columns == 0
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)

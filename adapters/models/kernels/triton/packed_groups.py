@@ -54,12 +54,39 @@ def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constex
 
 
 @gluon.jit
-def _request(matrix, n, lanes, first, step, BLOCKS: gl.constexpr, CLIPS: gl.constexpr, FORM: gl.constexpr):
-    """Load block number `step` of every piece. CLIPS: the last pieces may have no such block."""
-    block = first + step
-    if CLIPS:
+def _request(
+    matrix,
+    unit,
+    place,
+    step,
+    columns,
+    LAST: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+    FORM: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """Load block number `step` of every piece, of the rows of a unit.
+
+    place: the rows of a unit, lanes, words and pieces. LAST: the greatest number that `step` may be. EACH: blocks of a
+    piece. BLOCKS: of a row; the last pieces may have fewer. WHOLE: all units have all of their rows, so that addresses
+    differ by constants.
+    """
+    i, t, c, piece = place
+    PIECES: gl.constexpr = piece.shape[0]
+    ROWS: gl.constexpr = i.shape[1]
+    words, levels = matrix
+    block = piece * EACH + step
+    if (PIECES - 1) * EACH + LAST >= BLOCKS:
         block = gl.minimum(block, BLOCKS - 1)
-    return load_block(matrix, (n, lanes[0], lanes[1]), block, BLOCKS, FORM)
+    if WHOLE:
+        sides = unit.to(gl.int64) * (ROWS // 8)
+        words += sides * (BLOCKS * 128)
+        levels += sides * (gl.cdiv(BLOCKS * FORM.block, 128) * FORM.planes * 8)
+        n = i
+    else:
+        n = gl.minimum(unit * ROWS + i, columns - 1)
+    return load_block((words, levels), (n, t, c), block, BLOCKS, FORM)
 
 
 @gluon.jit
@@ -94,6 +121,7 @@ def multiply_few(
     BLOCK_N: gl.constexpr,
     AHEAD: gl.constexpr,
     FORM: gl.constexpr,
+    WHOLE: gl.constexpr,
     GATED: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -104,14 +132,13 @@ def multiply_few(
     BLOCKS: of a row of w. EACH: blocks of a piece, a multiple of AHEAD. BLOCK_N rows of a tile's weight are a unit.
     Only the device knows how many tiles there are, so every program takes an equal share of all units, in order. It has
     the rows of its tile in shared memory. Each warp has the packed words of AHEAD blocks in registers or on their way
-    there, also those of the next unit.
+    there, also those of the next unit. WHOLE: see `_request`.
 
     EARLY: tiles were made before the kernel before this one started. Only then are weights requested while that kernel
     still runs.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK: gl.constexpr = FORM.block
-    CLIPS: gl.constexpr = PIECES * EACH > BLOCKS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -122,10 +149,12 @@ def multiply_few(
     )
     BANKS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     ring = gl.allocate_shared_memory(dtype, [EACH, PIECES, BLOCK_M, BLOCK], BANKS)
-    first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * EACH
+    i, t, c = locate_piece(0, BLOCK_N, BLOCK_N, LANES)
+    place = (i, t, c, gl.arange(0, PIECES, layout=PIECE)[:, None, None, None])
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
     k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
     before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (EACH * BLOCK)
+    LAST: gl.constexpr = 0 if EACH == AHEAD else EACH - AHEAD
     across = gl.cdiv(columns, BLOCK_N)
     if PDL and not EARLY:
         gdc_wait()
@@ -139,10 +168,9 @@ def multiply_few(
         matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         start = gl.maximum(begin - tile * across, 0)
         stop = gl.minimum(end - tile * across, across)
-        n, t, c = locate_piece(start * BLOCK_N, columns, BLOCK_N, LANES)
         held = ()
         for ahead in gl.static_range(AHEAD):
-            held = held + (_request(matrix, n, (t, c), first, ahead, BLOCKS, CLIPS, FORM),)  # noqa: RUF005
+            held = held + (_request(matrix, start, place, ahead, columns, ahead, BLOCKS, EACH, FORM, WHOLE),)  # noqa: RUF005
         if PDL:
             gdc_launch_dependents()
             if EARLY:
@@ -156,23 +184,23 @@ def multiply_few(
         for unit in range(start, stop):
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             # Behind the last unit its own words are requested again, which are still in the cache.
-            following, _, _ = locate_piece(gl.minimum(unit + 1, stop - 1) * BLOCK_N, columns, BLOCK_N, LANES)
+            following = gl.minimum(unit + 1, stop - 1)
             for step in range(0, EACH, AHEAD):
                 wraps = step + AHEAD >= EACH  # what is requested belongs to the next unit
-                rows = gl.where(wraps, following, n)
+                of_unit = gl.where(wraps, following, unit)
                 after = gl.where(wraps, step + AHEAD - EACH, step + AHEAD)
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
-                    w = gl.convert_layout(
-                        weights_of(held[ahead], (n, t, c), dtype, FORM, True), LEFT, assert_trivial=True
-                    )
+                    w = weights_of(held[ahead], (i + unit * BLOCK_N, t, c), dtype, FORM, True)
+                    w = gl.convert_layout(w, LEFT, assert_trivial=True)
                     coming = coming + (  # noqa: RUF005
-                        _request(matrix, rows, (t, c), first, after + ahead, BLOCKS, CLIPS, FORM),
+                        _request(
+                            matrix, of_unit, place, after + ahead, columns, LAST + ahead, BLOCKS, EACH, FORM, WHOLE
+                        ),
                     )
                     _keep_order(unit)
                     acc = mma_v2(w, ring.index(step + ahead).permute((0, 2, 1)).load(RIGHT), acc)
                 held = coming
-            n = following
             total = restore(add_pieces(acc, num_warps), dtype, FORM)
             store_pairs(total, out_ptr, own_pairs, unit * BLOCK_N, count, columns, GATED)
     if PDL:
