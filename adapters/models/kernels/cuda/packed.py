@@ -44,8 +44,8 @@ _ROOMY = 200 << 10  # bytes of shared memory
 # with great powers of two.
 _LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0, "uint4": LARGEST_SCALE, "int4": LARGEST_SCALE, "int8": LARGEST_SCALE}
 _PAIRED = {"uint4", "int4"}
-# Of the four pairs of a word of E2M1: the places of the three bits of size, ascending, and of the sign. They are those of
-# the number in the lower half. Those of the other one are 16 bits further, in turn.
+# Of the four pairs of a word of E2M1: the places of the three bits of size, ascending, and of the sign. These are those
+# of the number in the lower half. The other one has them 16 bits further, in turn.
 _E2M1_PLACES = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
