@@ -133,7 +133,7 @@ def _bring_units(matrix, unit, count, ROWS: gl.constexpr, BLOCKS: gl.constexpr, 
 
 
 @gluon.jit
-def multiply_few(
+def multiply_few(  # noqa: PLR0912 - branches of constants
     words_ptr,
     levels_ptr,
     x_ptr,
