@@ -122,18 +122,19 @@ def _bring_to_cache(ptr, first, count):
 
 
 @gluon.jit
-def _bring_units(matrix, unit, count, ROWS: gl.constexpr, BLOCKS: gl.constexpr, FORM: gl.constexpr):
-    """Request units for the cache of the device, `count` of them from `unit` on."""
-    SIDE_WORDS: gl.constexpr = BLOCKS * 128
-    SIDE_LEVELS: gl.constexpr = gl.cdiv(BLOCKS * FORM.block, 128) * FORM.planes * 8
-    first = unit.to(gl.int64) * (ROWS // 8)
-    sides = count * (ROWS // 8)
-    _bring_to_cache(matrix[0], first * SIDE_WORDS, sides * SIDE_WORDS)
-    _bring_to_cache(matrix[1], first * SIDE_LEVELS, sides * SIDE_LEVELS)
+def _bring_units(matrix, unit, count, ROWS: gl.constexpr, BLOCKS: gl.constexpr, FAR: gl.constexpr, FORM: gl.constexpr):
+    """Request units for the cache of the device, `count` of them from `unit` on, if FAR is not 0."""
+    if FAR > 0:
+        SIDE_WORDS: gl.constexpr = BLOCKS * 128
+        SIDE_LEVELS: gl.constexpr = gl.cdiv(BLOCKS * FORM.block, 128) * FORM.planes * 8
+        first = unit.to(gl.int64) * (ROWS // 8)
+        sides = count * (ROWS // 8)
+        _bring_to_cache(matrix[0], first * SIDE_WORDS, sides * SIDE_WORDS)
+        _bring_to_cache(matrix[1], first * SIDE_LEVELS, sides * SIDE_LEVELS)
 
 
 @gluon.jit
-def multiply_few(  # noqa: PLR0912 - branches of constants
+def multiply_few(
     words_ptr,
     levels_ptr,
     x_ptr,
@@ -205,8 +206,7 @@ def multiply_few(  # noqa: PLR0912 - branches of constants
         held = ()
         for ahead in gl.static_range(AHEAD):
             held = held + (_request(matrix, start, place, ahead, columns, ahead, BLOCKS, EACH, FORM, WHOLE),)  # noqa: RUF005
-        if FAR > 0:
-            _bring_units(matrix, start + 1, gl.minimum(stop - start - 1, FAR), BLOCK_N, BLOCKS, FORM)
+        _bring_units(matrix, start + 1, gl.minimum(stop - start - 1, FAR), BLOCK_N, BLOCKS, FAR, FORM)
         if PDL:
             gdc_launch_dependents()
             if EARLY:
@@ -221,9 +221,8 @@ def multiply_few(  # noqa: PLR0912 - branches of constants
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             # Behind the last unit its own words are requested again, which are still in the cache.
             following = gl.minimum(unit + 1, stop - 1)
-            if FAR > 0:
-                farther = unit + (1 + FAR)
-                _bring_units(matrix, farther, gl.where(farther < stop, 1, 0), BLOCK_N, BLOCKS, FORM)
+            farther = unit + (1 + FAR)
+            _bring_units(matrix, farther, gl.where(farther < stop, 1, 0), BLOCK_N, BLOCKS, FAR, FORM)
             for step in range(0, EACH, AHEAD):
                 wraps = step + AHEAD >= EACH  # what is requested belongs to the next unit
                 of_unit = gl.where(wraps, following, unit)
