@@ -55,12 +55,13 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
         places = places // 2 + places % 2 * 4  # pairs lie 16 bits apart
     found = lanes.unsqueeze(-1) >> (places * bits) & (1 << bits) - 1
     if layout.steps == "e2m1":
-        places = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))  # three bits of size, and the sign
-        numbers = [(one, half) for one in places for half in (0, 16)]
-        found = [
-            sum((lanes >> (place + half) % 32 & 1) << bit for bit, place in enumerate(one)) for one, half in numbers
+        bits_of = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))  # three bits of size, and the sign
+        numbers = [
+            sum((lanes >> (place + half) % 32 & 1) << bit for bit, place in enumerate(one))
+            for one in bits_of
+            for half in (0, 16)
         ]
-        found = torch.stack(found, -1)
+        found = torch.stack([torch.as_tensor(one) for one in numbers], -1)
     # Of each 16 columns lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     found = found.view(len(words), -1, 8, 4, 4, count // 4, 2, 2)
     found = found.permute(0, 2, 1, 4, 5, 6, 3, 7)  # side, block, word, 16, half, lane, pair
