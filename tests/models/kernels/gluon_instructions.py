@@ -74,8 +74,6 @@ def widen_e4m3(pair: Tensor) -> Tensor:
     return join_halves(*parts)
 
 
-# All lanes of a warp are here at once, and nothing is sooner in memory than in a cache.
-UNSEEN = {"bar.warp.sync", "mov.u32", "setp.eq.u32", "setp.gt.and.s32"}
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": pick_bytes,
     "lop3.b32": combine_bits,
@@ -97,11 +95,11 @@ def run_instructions(text: str, _constraints: str, args: list[Any], *, dtype: An
     registers = {f"${len(dtypes) + number}": as_register(value) for number, value in enumerate(args)}
     for line in text.strip().strip("{}").split(";"):
         statement = STATEMENT.fullmatch(line.strip())
-        if statement is None or line.strip().startswith("@"):
+        if statement is None:
             continue  # nothing, or registers that are declared
         name, operands = statement.groups()
-        if name in UNSEEN:
-            continue
+        if name == "bar.warp.sync":
+            continue  # all lanes of a warp are here at once
         if name == "mov.b32" and "{" in operands:  # a register is taken apart
             parts, source = operands.rsplit(",", 1)
             low, high = (part.strip() for part in parts.strip("{} ").split(","))

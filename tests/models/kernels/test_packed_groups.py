@@ -158,7 +158,7 @@ def test_every_tile_covers_whole_pieces(layout: StepLayout, outputs: int, column
     blocks = weight.piece // weight.block_form.block
     assert blocks * weight.block_form.block == weight.piece
     tiles = [
-        triton_groups.choose_packed_group_tile(pairs, 32, weight, 227 << 10, hopper=False)
+        triton_groups.choose_packed_group_tile(pairs, 32, weight, 227 << 10)
         for pairs in (1, 32, 256, 512, 1024, 1 << 16)
     ]
     assert [tile.pairs for tile in tiles] == [8, 8, 8, 16, 32, 64]

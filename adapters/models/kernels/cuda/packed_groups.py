@@ -15,7 +15,6 @@ from adapters.models.kernels.triton_launch import launch
 _AHEAD = 384  # columns that each warp loads ahead, at most
 _OWN_SHARED = 5 << 10  # bytes of a program's shared memory beside rows of x, about
 _NUMBER = 2  # bytes of a number of x
-_FAR = 4  # steps that come to the cache; those of all programs have to fit into it
 
 
 @frozen
@@ -37,7 +36,7 @@ class PackedGroupTile:
     warps.
 
     registers: the most of a thread; None: as many as the compiler likes. resident: programs of few pairs that a
-    processor runs at a time. far: steps of `columns` rows behind the next one that come to the cache of the device.
+    processor runs at a time.
     """
 
     pairs: int
@@ -46,14 +45,10 @@ class PackedGroupTile:
     warps: int = 4
     registers: int | None = None
     resident: int = 0
-    far: int = 0
 
 
-def choose_packed_group_tile(
-    pairs: int, experts: int, weight: CudaPackedMatrix, shared: int, *, hopper: bool
-) -> PackedGroupTile:
+def choose_packed_group_tile(pairs: int, experts: int, weight: CudaPackedMatrix, shared: int) -> PackedGroupTile:
     """Choose a tile for as many pairs as an expert has on average. shared: bytes of shared memory of a processor.
-    hopper: it has instructions that bring memory to the cache.
 
     Programs of few pairs have their rows of x in shared memory, all columns of them. Where these do not fit, tiles are
     those of more pairs.
@@ -66,9 +61,7 @@ def choose_packed_group_tile(
     ahead = max(count for count in range(1, _AHEAD // block + 1) if weight.piece // block % count == 0)
     warps = 8
     resident = min(2, shared // room)
-    return PackedGroupTile(
-        FEW_PAIRS, 16 * (warps // weight.pieces), ahead, warps, 128, resident, far=_FAR if hopper else 0
-    )
+    return PackedGroupTile(FEW_PAIRS, 16 * (warps // weight.pieces), ahead, warps, 128, resident)
 
 
 def multiply_packed_groups(
@@ -106,6 +99,5 @@ def multiply_packed_groups(
         return
     own = {"PIECES": weight.pieces, "BLOCKS": weight.blocks, "EACH": each, "AHEAD": tile.ahead}
     own["WHOLE"] = weight.outputs % tile.columns == 0
-    own["FAR"] = tile.far if own["WHOLE"] else 0
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)

@@ -101,39 +101,6 @@ def _keep_order(number):
 
 
 @gluon.jit
-def _bring_to_cache(ptr, first, count):
-    """Request numbers `first` to `first + count` of a matrix for the cache of the device. One thread does."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 some, thread, 0;
-        setp.gt.and.s32 some, $2, 0, some;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [(ptr + first).to(gl.int64), count * (ptr.dtype.element_ty.primitive_bitwidth // 8)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _bring_units(matrix, unit, count, ROWS: gl.constexpr, BLOCKS: gl.constexpr, FAR: gl.constexpr, FORM: gl.constexpr):
-    """Request units for the cache of the device, `count` of them from `unit` on, if FAR is not 0."""
-    if FAR > 0:
-        SIDE_WORDS: gl.constexpr = BLOCKS * 128
-        SIDE_LEVELS: gl.constexpr = gl.cdiv(BLOCKS * FORM.block, 128) * FORM.planes * 8
-        first = unit.to(gl.int64) * (ROWS // 8)
-        sides = count * (ROWS // 8)
-        _bring_to_cache(matrix[0], first * SIDE_WORDS, sides * SIDE_WORDS)
-        _bring_to_cache(matrix[1], first * SIDE_LEVELS, sides * SIDE_LEVELS)
-
-
-@gluon.jit
 def multiply_few(
     words_ptr,
     levels_ptr,
@@ -155,7 +122,6 @@ def multiply_few(
     AHEAD: gl.constexpr,
     FORM: gl.constexpr,
     WHOLE: gl.constexpr,
-    FAR: gl.constexpr,
     GATED: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -166,8 +132,7 @@ def multiply_few(
     BLOCKS: of a row of w. EACH: blocks of a piece, a multiple of AHEAD. BLOCK_N rows of a tile's weight are a unit.
     Only the device knows how many tiles there are, so every program takes an equal share of all units, in order. It has
     the rows of its tile in shared memory. Each warp has the packed words of AHEAD blocks in registers or on their way
-    there, also those of the next unit. WHOLE: see `_request`. FAR: how many units
-    behind those come to the cache of the device.
+    there, also those of the next unit. WHOLE: see `_request`.
 
     EARLY: tiles were made before the kernel before this one started. Only then are weights requested while that kernel
     still runs.
@@ -206,7 +171,6 @@ def multiply_few(
         held = ()
         for ahead in gl.static_range(AHEAD):
             held = held + (_request(matrix, start, place, ahead, columns, ahead, BLOCKS, EACH, FORM, WHOLE),)  # noqa: RUF005
-        _bring_units(matrix, start + 1, gl.minimum(stop - start - 1, FAR), BLOCK_N, BLOCKS, FAR, FORM)
         if PDL:
             gdc_launch_dependents()
             if EARLY:
@@ -221,8 +185,6 @@ def multiply_few(
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             # Behind the last unit its own words are requested again, which are still in the cache.
             following = gl.minimum(unit + 1, stop - 1)
-            farther = unit + (1 + FAR)
-            _bring_units(matrix, farther, gl.where(farther < stop, 1, 0), BLOCK_N, BLOCKS, FAR, FORM)
             for step in range(0, EACH, AHEAD):
                 wraps = step + AHEAD >= EACH  # what is requested belongs to the next unit
                 of_unit = gl.where(wraps, following, unit)
