@@ -210,12 +210,12 @@ def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body
     return run
 
 
-def run_experts(shape: ExpertsShape, dtype: torch.dtype, *buckets: int, layout: StepLayout | None = None) -> Body:
+def run_experts(
+    shape: ExpertsShape, dtype: torch.dtype, *buckets: int, layout: StepLayout | None = None, hidden: int = 512
+) -> Body:
     """A layer of experts, of which the grouped products are one launch each. layout: of packed experts."""
 
     def run(kernels: TritonKernels) -> None:
-        hidden = 512
-
         def pack(pack_one: Any, *rows: int, columns: int) -> Any:
             if layout is None:
                 return pack_one(make(sum(rows), columns, dtype=dtype))

@@ -77,9 +77,11 @@ def widen_e4m3(pair: Tensor) -> Tensor:
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": pick_bytes,
     "lop3.b32": combine_bits,
+    "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "shr.u32": lambda a, b: a >> b,
+    "shf.r.wrap.b32": lambda low, high, count: ((high << 32 | low) >> count) & ALL,
     "fma.rn.bf16x2": multiply_add,
     "cvt.rn.bf16x2.f32": round_to_pair,
     "cvt.rn.f16x2.e4m3x2": widen_e4m3,
@@ -96,7 +98,9 @@ def run_instructions(text: str, _constraints: str, args: list[Any], *, dtype: An
         if statement is None:
             continue  # nothing, or registers that are declared
         name, operands = statement.groups()
-        if name == "mov.b32":  # a register is taken apart
+        if name == "bar.warp.sync":
+            continue  # all lanes of a warp are here at once
+        if name == "mov.b32" and "{" in operands:  # a register is taken apart
             parts, source = operands.rsplit(",", 1)
             low, high = (part.strip() for part in parts.strip("{} ").split(","))
             whole = registers[source.strip()]

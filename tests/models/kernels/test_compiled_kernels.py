@@ -76,6 +76,7 @@ BODIES = {
     "recurrent layers": compiled.advance_states(DeltaShape(2, 4, 128, 128), BF16, 4, 64, 1024),
     "recurrent layers in float32": compiled.advance_states(DeltaShape(2, 4, 128, 128), torch.float32, 4, 1024),
     "experts": compiled.run_experts(EXPERTS, BF16, 4, 64, 1024),
+    "experts of odd widths": compiled.run_experts(ExpertsShape(11, 3, 72, is_normalized=True), BF16, 4, 64, hidden=104),
     **{
         f"experts in {name}": compiled.run_experts(EXPERTS, BF16, 4, 64, 128, 1024, layout=LAYOUTS[name])
         for name in LAYOUTS

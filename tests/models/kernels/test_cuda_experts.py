@@ -52,6 +52,8 @@ SHAPES = {
     "all for every row": (ExpertsShape(5, 5, 64, is_normalized=True), 128),
     "clamped, with biases": (BiasedExpertsShape(24, 4, 96, is_normalized=True), 128),
     "GELU, with scales": (ScaledShape(11, 3, 72, is_normalized=True), 104),
+    "GELU, with scales, ahead": (ScaledShape(11, 3, 80, is_normalized=True), 112),
+    "all ahead": (ExpertsShape(24, 4, 96, is_normalized=True), 144),
 }
 
 

@@ -79,3 +79,5 @@ def test_weights_come_ahead_where_pairs_are_few_and_rows_fit():
     assert not choose(weight.float(), 1)
     assert not choose(weight[:, :32], 1), "experts lie apart"
     assert not choose(weight.new_empty(SLOTS, 1, 16384), 1), "rows are too long"
+    for depth in (72, 104):
+        assert not choose(weight.new_empty(SLOTS, 64, depth), 1), "rows of x begin where two bytes are copied at a time"

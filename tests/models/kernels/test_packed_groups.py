@@ -51,9 +51,17 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
     count = block // 16
     bits = 32 // count
     places = torch.arange(count)
-    if layout.steps in {"e2m1", "uint4", "int4"}:
+    if layout.steps in {"uint4", "int4"}:
         places = places // 2 + places % 2 * 4  # pairs lie 16 bits apart
     found = lanes.unsqueeze(-1) >> (places * bits) & (1 << bits) - 1
+    if layout.steps == "e2m1":
+        bits_of = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))  # three bits of size, and the sign
+        numbers = [
+            sum((lanes >> (place + half) % 32 & 1) << bit for bit, place in enumerate(one))
+            for one in bits_of
+            for half in (0, 16)
+        ]
+        found = torch.stack([torch.as_tensor(one) for one in numbers], -1)
     # Of each 16 columns lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
     found = found.view(len(words), -1, 8, 4, 4, count // 4, 2, 2)
     found = found.permute(0, 2, 1, 4, 5, 6, 3, 7)  # side, block, word, 16, half, lane, pair
@@ -78,6 +86,27 @@ def test_numbers_of_mxfp4_come_out_of_the_bits_of_bfloat16() -> None:
     scales = torch.tensor([2.0**-20, 2.0**-9, 0.5, 1.0]).to(BF16)
     found = numbers.float()[:, None] * (scales * 2.0**127).float()
     assert torch.equal(found, torch.tensor(TABLES["e2m1"]).float()[:, None] * scales.float())
+
+
+def test_shifts_bring_each_pair_of_mxfp4_to_the_bits_of_bfloat16() -> None:
+    """The model of `packed_numbers._pair_e2m1`, for all pairs of codes in each place of a word."""
+    matrix = random_matrix((8, 4096), MXFP4, "w")
+    words = triton_packed.arrange_words(matrix.steps, MXFP4)
+    assert torch.equal(read_steps(words, MXFP4), matrix.steps.int())
+    found = torch.cat([(one >> half * 16 & 0xFFFF).flatten() for one in move_pairs(words) for half in (0, 1)])
+    expected = (matrix.steps.int() & 8) << 12 | (matrix.steps.int() & 7) << 6
+    assert torch.equal(found.sort().values, expected.flatten().sort().values.long())
+    for code in range(16):  # a word of one code in all places
+        alone = triton_packed.arrange_words(torch.full((8, 128), code, dtype=torch.uint8), MXFP4).flatten()[:1]
+        bits = (code & 8) << 12 | (code & 7) << 6
+        assert [int(one) for one in move_pairs(alone)] == [bits | bits << 16] * 4
+
+
+def move_pairs(words: Tensor) -> list[Tensor]:
+    """Return the bits of bfloat16 of each of the four pairs of words."""
+    words = words.long() & 0xFFFFFFFF
+    turned = [(words >> count | words << 32 - count) & 0xFFFFFFFF for count in (3, 6)]
+    return [one & 0x81C081C0 for one in (words, *turned, (words & 0x001B001B) * 0x1084)]
 
 
 def test_a_matrix_in_mxfp4_stays_packed_for_bfloat16_and_scales_that_fit() -> None:
@@ -128,11 +157,14 @@ def test_every_tile_covers_whole_pieces(layout: StepLayout, outputs: int, column
     weight = evolve(small, outputs=outputs, columns=columns)
     blocks = weight.piece // weight.block_form.block
     assert blocks * weight.block_form.block == weight.piece
-    tiles = [triton_groups.choose_packed_group_tile(pairs, 32, weight) for pairs in (1, 32, 256, 512, 1024, 1 << 16)]
+    tiles = [
+        triton_groups.choose_packed_group_tile(pairs, 32, weight, 227 << 10)
+        for pairs in (1, 32, 256, 512, 1024, 1 << 16)
+    ]
     assert [tile.pairs for tile in tiles] == [8, 8, 8, 16, 32, 64]
     for tile in tiles:
         assert blocks % tile.ahead == 0
-        across = weight.pieces if tile.pairs == triton_groups.FEW else 1
+        across = weight.pieces if tile.pairs == triton_groups.FEW_PAIRS else 1
         assert tile.columns % (16 * tile.warps // across) == 0
 
 

@@ -144,7 +144,7 @@ def test_pairs_of_experts_are_multiplied_with_the_numbers_of_theirs(layout: Step
     order = torch.tensor([3, 0, 7, 5, 2, 1, 6, 4], dtype=torch.int32)
     tiles = torch.tensor([[1, 0, 5, 0], [2, 5, 3, 0], [0, 0, 0, 0]], dtype=torch.int32)
     dealt = triton_groups.PairTiles(order, tiles, torch.tensor([2], dtype=torch.int32))
-    tile = triton_groups.choose_packed_group_tile(pairs, 1, stacked)
+    tile = triton_groups.choose_packed_group_tile(pairs, 1, stacked, 227 << 10)
     assert tile.pairs == pairs
     out = torch.full((8, 40), float("nan"), dtype=BF16)
     triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, share=1, gated=0, processors=1, pdl=None)

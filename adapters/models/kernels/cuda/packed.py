@@ -43,7 +43,10 @@ _ROOMY = 200 << 10  # bytes of shared memory
 # times as great on devices without instructions for it. Those of whole steps are stored as they are, and multiplied
 # with great powers of two.
 _LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0, "uint4": LARGEST_SCALE, "int4": LARGEST_SCALE, "int8": LARGEST_SCALE}
-_PAIRED = {"e2m1", "uint4", "int4"}
+_PAIRED = {"uint4", "int4"}
+# Of the four pairs of a word of E2M1: the places of the three bits of size, ascending, and of the sign. These are those
+# of the number in the lower half. The other one has them 16 bits further, in turn.
+_E2M1_PLACES = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -222,6 +225,7 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     Of each of eight rows, each of four lanes has four words. Word c of lane t takes the block's columns from c *
     block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Of numbers that
     are computed in pairs, the first of each pair is in the lower half of a word, and the second one in the upper half.
+    `_E2M1_PLACES` says where those of E2M1 are.
     """
     block = block_columns(layout)
     (rows, columns) = steps.shape
@@ -231,6 +235,14 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     each = block // 16
     lanes = steps.view(-1, _SIDE, steps.shape[1] // block, 4, each // 4, 2, 4, 2)  # ..., word, 16, half, lane, pair
     lanes = lanes.permute(0, 2, 1, 6, 3, 4, 5, 7).reshape(len(lanes), -1, 128, each)
+    if layout.steps == "e2m1":
+        pairs = lanes.view(*lanes.shape[:-1], 4, 2).long()
+        words = torch.zeros_like(pairs[..., 0, 0])
+        for pair, places in enumerate(_E2M1_PLACES):
+            for half in range(2):
+                for bit, place in enumerate(places):
+                    words |= (pairs[..., pair, half] >> bit & 1) << (place + 16 * half) % 32
+        return (words - (words >> 31 << 32)).int()
     if layout.steps in _PAIRED:
         pairs = lanes.view(*lanes.shape[:-1], 2, 2, 2)  # bytes of each half of a word, numbers of a byte, halves
         lanes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).transpose(-2, -1).flatten(-2)

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix
-from adapters.models.kernels.cuda.tiles import count_parts
+from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
 from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton_launch import launch
 
-FEW = 8  # pairs of a tile whose sums have their pieces side by side
-_AHEAD = 128  # columns that each warp loads ahead, at most; 256 take as long
-_ROUNDS = 8  # the most times that a program takes further rows
-_BUCKET = 4  # rows of the smallest step, of which one may be real
-_RESIDENT = 3  # programs of few pairs that a processor runs at a time
+_AHEAD = 384  # columns that each warp loads ahead, at most
+_OWN_SHARED = 5 << 10  # bytes of a program's shared memory beside rows of x, about
+_NUMBER = 2  # bytes of a number of x
 
 
 @frozen
@@ -35,7 +33,10 @@ class PairTiles:
 @frozen
 class PackedGroupTile:
     """Pairs of a tile, rows of the weight that a program takes at a time, blocks of it that each warp loads ahead, and
-    warps. registers: the most of a thread; None: as many as the compiler likes.
+    warps.
+
+    registers: the most of a thread; None: as many as the compiler likes. resident: programs of few pairs that a
+    processor runs at a time.
     """
 
     pairs: int
@@ -43,20 +44,24 @@ class PackedGroupTile:
     ahead: int = 1
     warps: int = 4
     registers: int | None = None
+    resident: int = 0
 
 
-def choose_packed_group_tile(pairs: int, experts: int, weight: CudaPackedMatrix) -> PackedGroupTile:
-    """Choose a tile for as many pairs as an expert has on average.
+def choose_packed_group_tile(pairs: int, experts: int, weight: CudaPackedMatrix, shared: int) -> PackedGroupTile:
+    """Choose a tile for as many pairs as an expert has on average. shared: bytes of shared memory of a processor.
 
-    Registers are few enough for `_RESIDENT` programs.
+    Programs of few pairs have their rows of x in shared memory, all columns of them. Where these do not fit, tiles are
+    those of more pairs.
     """
     each = triton.cdiv(pairs, experts)
-    if each > FEW:
+    room = FEW_PAIRS * weight.pieces * weight.piece * _NUMBER + _OWN_SHARED
+    if each > FEW_PAIRS or room > shared:
         return PackedGroupTile(16 if each <= 16 else 32 if each <= 32 else 64, 64)
     block = weight.block_form.block
     ahead = max(count for count in range(1, _AHEAD // block + 1) if weight.piece // block % count == 0)
     warps = 8
-    return PackedGroupTile(FEW, 16 * (warps // weight.pieces), ahead, warps, registers=80)
+    resident = min(2, shared // room)
+    return PackedGroupTile(FEW_PAIRS, 16 * (warps // weight.pieces), ahead, warps, 128, resident)
 
 
 def multiply_packed_groups(
@@ -89,16 +94,10 @@ def multiply_packed_groups(
     }
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     parts = count_parts(weight.outputs, tile.columns)
-    if tile.pairs > FEW:
+    if tile.pairs > FEW_PAIRS:
         launch(packed_groups.multiply_many, (len(dealt.tiles) * parts,), *tensors, *sizes, **constants, **options)
         return
-    # So many rounds that a step of one row has work for every processor. Most of its tiles do not exist.
-    least = count_parts(len(dealt.tiles), _BUCKET)
-    rounds = min(_ROUNDS, parts, count_parts(least * parts, _RESIDENT * processors))
-    own = {
-        "PIECES": weight.pieces,
-        "AHEAD": tile.ahead,
-        "EVEN": weight.columns == weight.pieces * weight.piece,
-    }
-    grid = (len(dealt.tiles) * count_parts(weight.outputs, tile.columns * rounds),)
-    launch(packed_groups.multiply_few, grid, *tensors, *sizes, rounds, **constants, **own, **options)
+    own = {"PIECES": weight.pieces, "BLOCKS": weight.blocks, "EACH": each, "AHEAD": tile.ahead}
+    own["WHOLE"] = weight.outputs % tile.columns == 0
+    grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
+    launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)

@@ -17,6 +17,7 @@ from adapters.models.kernels.interfaces.layer_interface import NARROW
 H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)
 KV_TILE = 64  # keys of a tile of attention
+_ALIGNED = 16  # a number that the compiler knows to be a multiple of this many
 FEW_PAIRS = 8  # of a row and an expert, in a tile that has as many or fewer
 _NARROW_PAIRS = 64  # all pairs of a product whose tiles do not fill the device unless they are narrow
 WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
@@ -198,11 +199,13 @@ def choose_tile_of_experts(weight: Tensor, pairs: int, experts: int, shared: int
     """Choose a tile for the weights `[slots, N, K]` of all experts. hopper: see `CudaProducts`.
 
     Where an expert has few pairs on average, its weights are requested ahead, if they lie in one piece with those of
-    the others.
+    the others, and the compiler can tell that rows of x begin where several numbers can be copied at once.
     """
     found = None
-    if hopper and weight.dtype.itemsize == 2 and weight.is_contiguous() and pairs <= FEW_PAIRS * experts:
-        found = choose_tile_of_pairs(weight.shape[2], weight.dtype, shared)
+    depth = weight.shape[2]
+    even = depth % _ALIGNED == 0 and weight.is_contiguous()
+    if hopper and weight.dtype.itemsize == 2 and even and pairs <= FEW_PAIRS * experts:
+        found = choose_tile_of_pairs(depth, weight.dtype, shared)
     return found or choose_group_tile(pairs, experts, weight.dtype, shared)
 
 

@@ -49,13 +49,18 @@ def choose(
     e = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
     real = tl.load(positions_ptr + row) >= 0
+    if BIASED:
+        bias = tl.load(bias_ptr + e, e < COUNT, 0.0)
+    if SCALED:
+        scales = tl.load(scales_ptr + e, e < COUNT, 1.0)
+        factors = tl.zeros((RANKS,), tl.float32) + 1.0
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     routed: tl.constexpr = COUNT + (1 if SHARED else 0)
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
     if BIASED:
-        logits = logits + tl.load(bias_ptr + e, e < COUNT, 0.0)
+        logits = logits + bias
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
     keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
     keys = tl.where(e < COUNT, keys, TAKEN)
@@ -66,6 +71,8 @@ def choose(
     added = 0.0
     for r in tl.static_range(ACTIVE):
         best = tl.max(keys, 0)
+        if SCALED:
+            factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
         keys = tl.where(keys == best, TAKEN, keys)
         number = (-best) & 0xFFFF
         ordered = ((best + number) >> 16).to(tl.int32)
@@ -77,7 +84,7 @@ def choose(
     if NORMED:
         weights = weights / added
     if SCALED:
-        weights = weights * tl.load(scales_ptr + chosen, rank < ACTIVE, 1.0)
+        weights = weights * factors
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)
@@ -231,6 +238,9 @@ def gate_pairs(
 ):
     """Compute what the gates of a pair let through. both: `[pairs, 2 width]`, the gates, and what they let through.
 
+    Experts were chosen before the kernel before this one started, so that this one may read them, and their biases,
+    while that one still runs.
+
     GATE: see `linear.apply_gate`. BIASED: the biases `[COUNT, 2 width]` of the pair's expert are added first. COUNT: of
     experts; with 1 `chosen` is not read.
     """
@@ -238,6 +248,12 @@ def gate_pairs(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < width
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if BIASED:
+        own = n
+        if COUNT > 1:
+            own += tl.minimum(tl.load(chosen_ptr + pair), COUNT - 1).to(tl.int64) * 2 * width
+        gate_bias = tl.load(bias_ptr + own, inside, 0.0).to(tl.float32)
+        up_bias = tl.load(bias_ptr + own + width, inside, 0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -245,11 +261,8 @@ def gate_pairs(
     gate = tl.load(both_ptr + at, inside, 0.0).to(tl.float32)
     up = tl.load(both_ptr + at + width, inside, 0.0).to(tl.float32)
     if BIASED:
-        at = n
-        if COUNT > 1:
-            at += tl.minimum(tl.load(chosen_ptr + pair), COUNT - 1).to(tl.int64) * 2 * width
-        gate += tl.load(bias_ptr + at, inside, 0.0).to(tl.float32)
-        up += tl.load(bias_ptr + at + width, inside, 0.0).to(tl.float32)
+        gate += gate_bias
+        up += up_bias
     tl.store(out_ptr + pair * width + n, apply_gate(gate, up, dtype, GATE), inside)
 
 
@@ -273,12 +286,21 @@ def add_up(
     """Add up the weighted results of a row's experts, the most wanted first, the shared one last. A padded row
     becomes zeros.
 
-    BIASED: the bias of its expert, `[experts, width]`, is added to a result first, and the sum is rounded.
+    BIASED: the bias of its expert, `[experts, width]`, is added to a result first, and the sum is rounded. The choice
+    was made before the kernel before this one started, so that it may be read while that one still runs.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
     real = tl.load(positions_ptr + row) >= 0
+    shares = ()
+    biases = ()
+    for r in tl.static_range(ACTIVE + (1 if SHARED else 0)):
+        shares = shares + (tl.load(weights_ptr + row * RANKS + r),)  # noqa: RUF005 - Triton knows no other way
+    if BIASED:
+        for r in tl.static_range(ACTIVE):
+            own = tl.load(chosen_ptr + row * ACTIVE + r, real, 0).to(tl.int64) * width
+            biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -287,11 +309,9 @@ def add_up(
         for r in tl.static_range(ACTIVE):
             made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside, 0.0).to(tl.float32)
             if BIASED:
-                own = tl.load(chosen_ptr + row * ACTIVE + r).to(tl.int64) * width
-                made += tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32)
-                made = made.to(made_ptr.dtype.element_ty).to(tl.float32)
-            total = total + made * tl.load(weights_ptr + row * RANKS + r)
+                made = (made + biases[r]).to(made_ptr.dtype.element_ty).to(tl.float32)
+            total = total + made * shares[r]
         if SHARED:
             own = tl.load(shared_ptr + row * width + d, inside, 0.0).to(tl.float32)
-            total = total + own * tl.load(weights_ptr + row * RANKS + ACTIVE)
+            total = total + own * shares[ACTIVE]
     tl.store(out_ptr + row * width + d, total.to(out_ptr.dtype.element_ty), inside)

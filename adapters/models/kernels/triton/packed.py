@@ -284,19 +284,28 @@ def store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype: gl.conste
 
 @gluon.jit
 def add_pieces(acc, num_warps: gl.constexpr):
-    """Add up the sums `[pieces, rows of w, rows of x]` of the warps, in order."""
+    """Add up the sums `[pieces, rows of w, rows of x]` of the warps, in order.
+
+    A thread reads both rows of a pair. In shared memory rows of even numbers lie before those of odd numbers, so that
+    the threads of a warp read from different banks.
+    """
     COUNT: gl.constexpr = acc.shape[0]
-    HEIGHT: gl.constexpr = acc.shape[1]
-    ACROSS: gl.constexpr = min(32, HEIGHT // 2)
-    PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [ACROSS, 32 // ACROSS], [1, num_warps], [0, 1])
-    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    cube = gl.allocate_shared_memory(gl.float32, acc.shape, CUBE, acc)
-    pieces = cube._reinterpret(gl.float32, acc.shape, LINES)  # noqa: SLF001 - what `index` returns keeps its layout
-    total = pieces.index(0).load(PAIRS)
+    PAIRS: gl.constexpr = acc.shape[1] // 2
+    WIDTH: gl.constexpr = acc.shape[2]
+    ACROSS: gl.constexpr = min(32, WIDTH)
+    DOWN: gl.constexpr = min(num_warps, max(1, PAIRS * ACROSS // 32))
+    LANES: gl.constexpr = gl.BlockedLayout(
+        [2, 1, 1], [1, 32 // ACROSS, ACROSS], [1, DOWN, num_warps // DOWN], [0, 2, 1]
+    )
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    halves = acc.reshape((COUNT, PAIRS, 2, WIDTH)).permute((0, 2, 1, 3))
+    cube = gl.allocate_shared_memory(gl.float32, halves.shape, CUBE, halves)
+    pieces = cube._reinterpret(gl.float32, halves.shape, LINES)  # noqa: SLF001 - what `index` returns keeps its layout
+    total = pieces.index(0).load(LANES)
     for number in gl.static_range(1, COUNT):
-        total = total + pieces.index(number).load(PAIRS)
-    return total
+        total = total + pieces.index(number).load(LANES)
+    return total.permute((1, 0, 2)).reshape((2 * PAIRS, WIDTH))
 
 
 @gluon.jit

@@ -22,11 +22,9 @@ from adapters.models.kernels.triton.packed import (
     fetch_x,
     lanes_of,
     load_block,
-    load_x,
     locate_piece,
     next_x,
     restore,
-    split_pairs,
 )
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
@@ -55,7 +53,54 @@ def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constex
     gl.store(out_ptr + pair * columns + n, out, mask=(m < count) & (n < columns))
 
 
-@gluon.jit(do_not_specialize=["blocks", "each", "rounds"])
+@gluon.jit
+def _request(
+    matrix,
+    unit,
+    place,
+    step,
+    columns,
+    LAST: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+    FORM: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """Load block number `step` of every piece, of the rows of a unit.
+
+    place: the rows of a unit, lanes, words and pieces. LAST: the greatest number that `step` may be. EACH: blocks of a
+    piece. BLOCKS: of a row; the last pieces may have fewer. WHOLE: all units have all of their rows, so that addresses
+    differ by constants.
+    """
+    i, t, c, piece = place
+    PIECES: gl.constexpr = piece.shape[0]
+    ROWS: gl.constexpr = i.shape[1]
+    words, levels = matrix
+    block = piece * EACH + step
+    if (PIECES - 1) * EACH + LAST >= BLOCKS:
+        block = gl.minimum(block, BLOCKS - 1)
+    if WHOLE:
+        sides = unit.to(gl.int64) * (ROWS // 8)
+        words += sides * (BLOCKS * 128)
+        levels += sides * (gl.cdiv(BLOCKS * FORM.block, 128) * FORM.planes * 8)
+        n = i
+    else:
+        n = gl.minimum(unit * ROWS + i, columns - 1)
+    return load_block((words, levels), (n, t, c), block, BLOCKS, FORM)
+
+
+@gluon.jit
+def _keep_order(number):
+    """Keep the assembler from moving what is requested before this behind it: a barrier of a warp, which takes no time.
+
+    Without it, words are requested after the arithmetic of their unit, because that takes fewer registers.
+    """
+    gl.inline_asm_elementwise(
+        "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def multiply_few(
     words_ptr,
     levels_ptr,
@@ -68,16 +113,15 @@ def multiply_few(
     levels_apart,
     columns,
     depth,
-    blocks,
-    each,
-    rounds,
     SHARE: gl.constexpr,
     PIECES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     AHEAD: gl.constexpr,
-    EVEN: gl.constexpr,
     FORM: gl.constexpr,
+    WHOLE: gl.constexpr,
     GATED: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -85,9 +129,10 @@ def multiply_few(
 ):
     """Compute out[pair] = x[pair // SHARE] @ w[slot].T for tiles of up to eight pairs.
 
-    blocks: of a row of w. each: blocks of a piece, a multiple of AHEAD. A program has one tile of pairs, and `rounds`
-    times BLOCK_N rows of the expert's weight, one BLOCK_N after the other. Each warp has the packed words of AHEAD
-    blocks in registers or on their way there, also those of the next round.
+    BLOCKS: of a row of w. EACH: blocks of a piece, a multiple of AHEAD. BLOCK_N rows of a tile's weight are a unit.
+    Only the device knows how many tiles there are, so every program takes an equal share of all units, in order. It has
+    the rows of its tile in shared memory. Each warp has the packed words of AHEAD blocks in registers or on their way
+    there, also those of the next unit. WHOLE: see `_request`.
 
     EARLY: tiles were made before the kernel before this one started. Only then are weights requested while that kernel
     still runs.
@@ -97,53 +142,69 @@ def multiply_few(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    HALVES: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
     LANES: gl.constexpr = lanes_of(PIECES, num_warps, BLOCK_N)
     PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
-    across = gl.cdiv(columns, BLOCK_N * rounds)
-    tile = gl.program_id(0) // across
-    n0 = gl.program_id(0) % across * (BLOCK_N * rounds)
+    COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 8], [1, 256 // BLOCK, BLOCK // 8], [PIECES, num_warps // PIECES, 1], [2, 1, 0]
+    )
+    BANKS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    ring = gl.allocate_shared_memory(dtype, [EACH, PIECES, BLOCK_M, BLOCK], BANKS)
+    i, t, c = locate_piece(0, BLOCK_N, BLOCK_N, LANES)
+    place = (i, t, c, gl.arange(0, PIECES, layout=PIECE)[:, None, None, None])
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+    k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (EACH * BLOCK)
+    LAST: gl.constexpr = 0 if EACH == AHEAD else EACH - AHEAD
+    across = gl.cdiv(columns, BLOCK_N)
     if PDL and not EARLY:
         gdc_wait()
-    if tile < gl.load(total_ptr):
+    units = gl.load(total_ptr) * across
+    begin = gl.program_id(0) * units // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
+    for tile in range(begin // across, gl.cdiv(end, across)):
         slot = gl.load(tiles_ptr + tile * 4)
-        pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
+        own_pairs = pairs_ptr + gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
         matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
-        first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
-        coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
+        start = gl.maximum(begin - tile * across, 0)
+        stop = gl.minimum(end - tile * across, across)
         held = ()
         for ahead in gl.static_range(AHEAD):
-            block = gl.minimum(first + ahead, blocks - 1)
-            held = held + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
+            held = held + (_request(matrix, start, place, ahead, columns, ahead, BLOCKS, EACH, FORM, WHOLE),)  # noqa: RUF005
         if PDL:
             gdc_launch_dependents()
             if EARLY:
                 gdc_wait()
-        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :]
-        k = gl.arange(0, BLOCK // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
-        before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None]
-        before = before * (each * (BLOCK // 2))
-        row = gl.load(pairs_ptr + gl.minimum(m, count - 1)) // SHARE
-        at = (row * (depth // 2) + before, before, k)
-        for turn in range(gl.minimum(rounds, gl.cdiv(columns - n0, BLOCK_N))):
+        row = gl.load(own_pairs + gl.minimum(m, count - 1)) // SHARE
+        gl.thread_barrier()  # all warps have read the rows of the tile before
+        for stage in gl.static_range(EACH):
+            fetch_x(x_ptr, ring, (row, m < count, before, k), stage, EACH, depth, BLOCK)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        for unit in range(start, stop):
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-            for step in range(0, each, AHEAD):
+            # Behind the last unit its own words are requested again, which are still in the cache.
+            following = gl.minimum(unit + 1, stop - 1)
+            for step in range(0, EACH, AHEAD):
+                wraps = step + AHEAD >= EACH  # what is requested belongs to the next unit
+                of_unit = gl.where(wraps, following, unit)
+                after = gl.where(wraps, step + AHEAD - EACH, step + AHEAD)
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
-                    x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
-                    w = gl.convert_layout(
-                        weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True
+                    w = weights_of(held[ahead], (i + unit * BLOCK_N, t, c), dtype, FORM, True)
+                    w = gl.convert_layout(w, LEFT, assert_trivial=True)
+                    coming = coming + (  # noqa: RUF005
+                        _request(
+                            matrix, of_unit, place, after + ahead, columns, LAST + ahead, BLOCKS, EACH, FORM, WHOLE
+                        ),
                     )
-                    after = step + (ahead + AHEAD)
-                    wraps = after >= each  # the block belongs to the next round, whose rows may not exist
-                    coordinates = locate_piece(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
-                    block = gl.minimum(first + gl.where(wraps, after - each, after), blocks - 1)
-                    coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
-                    acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
+                    _keep_order(unit)
+                    acc = mma_v2(w, ring.index(step + ahead).permute((0, 2, 1)).load(RIGHT), acc)
                 held = coming
             total = restore(add_pieces(acc, num_warps), dtype, FORM)
-            store_pairs(total, out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
+            store_pairs(total, out_ptr, own_pairs, unit * BLOCK_N, count, columns, GATED)
+    if PDL:
+        gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended
 
 
 @gluon.jit(do_not_specialize=["blocks", "each"])

@@ -203,5 +203,12 @@ def raised_scales_of(levels, c, power, PLACE: gl.constexpr, FORM: gl.constexpr):
 def scale_of_e2m1(held, c, FORM: gl.constexpr):
     """Return the scale of each word in both halves of a number."""
     SHARE: gl.constexpr = share_of(FORM, "scale")
-    word = _word_of(held, c, SHARE)
-    return ((word >> (SHARE.first % 32 + c * SHARE.count // 4 * 16 % 32)) & 0xFFFF) * 0x10001
+    half = c * SHARE.count // 4 % 2
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, $2;",
+        "=r,r,r",
+        [_word_of(held, c, SHARE), 0x1010 + half * 0x2222],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )

@@ -58,6 +58,8 @@ def add_norm(
     inside = i < width
     at = tl.program_id(0).to(tl.int64) * width + i
     weight = tl.load(weight_ptr + i, inside, 0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + i, inside, 0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,7 +67,7 @@ def add_norm(
     if HAS_DELTA:
         delta = tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)
         if HAS_BIAS:
-            delta = (delta + tl.load(bias_ptr + i, inside, 0.0).to(tl.float32)).to(dtype).to(tl.float32)
+            delta = (delta + bias).to(dtype).to(tl.float32)
         x = (x.to(tl.float32) + delta).to(dtype)
         tl.store(residual_ptr + at, x, inside)
     tl.store(out_ptr + at, _norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)
@@ -112,6 +114,13 @@ def add_normed(
     inside = i < width
     at = tl.program_id(0).to(tl.int64) * width + i
     weight = tl.load(weight_ptr + i, inside, 0.0).to(tl.float32)
+    if PARALLEL:
+        parallel_weight = tl.load(parallel_weight_ptr + i, inside, 0.0).to(tl.float32)
+        own_weight = tl.load(own_weight_ptr + i, inside, 0.0).to(tl.float32)
+    outer = ()
+    for j in tl.static_range(OUTER):
+        outer_ptr = first_ptr if j == 0 else second_ptr if j == 1 else third_ptr
+        outer = outer + (tl.load(outer_ptr + i, inside, 0.0).to(tl.float32),)  # noqa: RUF005 - Triton knows no other way
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -119,8 +128,6 @@ def add_normed(
     x = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
     if PARALLEL:
         parallel = tl.load(parallel_ptr + at, inside, 0.0).to(tl.float32)
-        parallel_weight = tl.load(parallel_weight_ptr + i, inside, 0.0).to(tl.float32)
-        own_weight = tl.load(own_weight_ptr + i, inside, 0.0).to(tl.float32)
         delta = _norm_row(delta, own_weight, width, eps, dtype, WIDE).to(tl.float32)
         delta += _norm_row(parallel, parallel_weight, width, eps, dtype, WIDE).to(tl.float32)
         delta = delta.to(dtype).to(tl.float32)
@@ -135,10 +142,8 @@ def add_normed(
         if not WIDE:
             normed = normed.to(dtype).to(tl.float32)
         for j in tl.static_range(OUTER):
-            outer_ptr = first_ptr if j == 0 else second_ptr if j == 1 else third_ptr
-            outer = tl.load(outer_ptr + i, inside, 0.0).to(tl.float32)
             to = out_ptr + j * tl.num_programs(0).to(tl.int64) * width + at
-            tl.store(to, (normed * outer).to(dtype), inside)
+            tl.store(to, (normed * outer[j]).to(dtype), inside)
 
 
 @triton.jit
