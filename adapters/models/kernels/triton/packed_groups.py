@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.barriers import program_barrier
 from adapters.models.kernels.triton.packed import (
     add_pieces,
     apply_gate,
@@ -176,11 +177,11 @@ def multiply_few(
             if EARLY:
                 gdc_wait()
         row = gl.load(own_pairs + gl.minimum(m, count - 1)) // SHARE
-        gl.thread_barrier()  # all warps have read the rows of the tile before
+        program_barrier()  # all warps have read the rows of the tile before
         for stage in gl.static_range(EACH):
             fetch_x(x_ptr, ring, (row, m < count, before, k), stage, EACH, depth, BLOCK)
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        program_barrier()
         for unit in range(start, stop):
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             # Behind the last unit its own words are requested again, which are still in the cache.
