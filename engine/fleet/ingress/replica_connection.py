@@ -9,7 +9,7 @@ are written at once. What arrives goes to the reader that awaits it.
 
 Invariants:
 * A connection has one request at a time. It returns to the pool when its answer is complete, and only then.
-* Whoever leaves an answer before its end closes the connection, so no answer can reach another request.
+* A reader that leaves an answer before its end closes the connection, so no answer can reach another request.
 * A reader that is slower than the replica stops the connection from being read (MOST_UNREAD).
 
 All of it runs in one event loop.
@@ -161,7 +161,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.is_complete:
-            raise ValueError("nobody has asked for this answer")  # the parser raises an error of its own for it
+            raise ValueError("no request waits for this answer")  # the parser raises an error of its own for it
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))

@@ -13,7 +13,7 @@ from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton_launch import launch
 
 _AHEAD = 384  # columns that each warp loads ahead, at most
-_OWN_SHARED = 5 << 10  # bytes of a program's shared memory beside rows of x, about
+_OWN_SHARED = 5 << 10  # bytes of a program's shared memory next to rows of x, about
 _NUMBER = 2  # bytes of a number of x
 
 
