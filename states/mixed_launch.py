@@ -200,8 +200,8 @@ def join_mixed_launch(
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
     """Let waiting decode steps and prompts join the running launch. Returns them as they are launched.
 
-    No prompt joins where there is no room for its rows next to those that go along already. The decode steps come first.
-    What does not join keeps waiting.
+    No prompt joins where its rows have no room next to those that go along already. The decode steps come first. What
+    does not join keeps waiting.
     """
     steps = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
     prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]

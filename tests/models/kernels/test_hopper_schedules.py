@@ -22,7 +22,6 @@ from tests.models.kernels.gluon_machine import (
     load_kernels,
     wait_for,
 )
-from tests.pairs import usual_where
 
 SPLIT = 256
 TILE = 64  # keys
@@ -149,7 +148,6 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 
 
 @pytest.mark.timeout(120)
-@usual_where(lambda places: places["attend_chain"] == 0 or places["seed"] == places["pages"])
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
