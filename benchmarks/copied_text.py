@@ -60,9 +60,9 @@ OFF = Scope("off")
 CODE_PROMPTS = 64  # prompts that the model itself answers, side by side
 # Side by side: servers by name, each with its draft, and the kinds of text.
 SERVERS = {"plain": "none", "copies": "suffix", "demo's draft": "auto", AGAIN: "none"}
-SUBJECTS = {"copies": "copies of earlier text", "demo's draft": "the demo's draft"}
-KINDS = {"new": "text that repeats nothing", "code": "code of the model's own", "edits": "edits of files"}
-THREE_TIMES, NEAR_ONE = "edits of files, 1 streams", "text that repeats nothing, 1 streams"
+SUBJECTS = {"copies": "copies", "demo's draft": "the demo's draft"}
+KINDS = {"new": "new text", "code": "own code", "edits": "edits"}
+THREE_TIMES, NEAR_ONE = "edits, 1 streams", "new text, 1 streams"
 
 
 def run_git(*words: str) -> str:
@@ -262,7 +262,7 @@ def publish_side_by_side(given: Any) -> None:
     figures = [
         Figure(
             "speculation",
-            f"{SUBJECTS[row['server']]}, over plain servers beside it",
+            f"{SUBJECTS[row['server']]} beside plain servers",
             row["what"],
             "x",
             row["x wall, median"],

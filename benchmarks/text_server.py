@@ -90,10 +90,10 @@ class TextServer:
         }
 
 
-def main() -> None:
+def serve_texts() -> None:
     with start_blocking_portal() as portal, ExitStack() as stack:
         serve_requests(TextServer(portal, stack).measure)
 
 
 if __name__ == "__main__":
-    main()
+    serve_texts()
