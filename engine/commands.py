@@ -255,8 +255,8 @@ def doctor(
     device
         auto (CUDA if there is a CUDA device), cpu, cuda or cuda:N.
     kv_cache_dir
-        Cache folder to check. By default the one that `rekindle serve` has by default, without its TOML file and
-        environment.
+        Cache folder to check. By default the default folder of `rekindle serve`; REKINDLE_KV_CACHE_DIR and TOML files
+        are not read.
     json_
         Print only JSON on standard output.
     """

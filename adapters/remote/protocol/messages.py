@@ -126,7 +126,7 @@ Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
 
 
 class Facts(WireMessage, frozen=True):
-    """What a daemon says of itself in its `Welcome`.
+    """The description of itself that a daemon gives in its `Welcome`.
 
     weights, config: digests of its model. layers: of the whole model. boot: identifies the machine and its last start.
     free: bytes of its device that are free now.

@@ -41,7 +41,7 @@ class MistralCalls(JsonCalls):
         return evolve(super().new_reader(schema, writer), is_enclosed=self._is_listed)
 
     def parse_named_call(self) -> Parsing[None]:
-        """Parse a name, an id that may follow it, and the arguments. Without arguments it is no call and becomes text."""
+        """Parse a name, an id that may follow it, and the arguments. Without arguments all of it becomes text."""
         incoming = self.incoming
         name = yield from incoming.take_matching(NAME, MAX_NAME)
         yield from incoming.take_matching(SPACE)
