@@ -3,7 +3,7 @@
     python -m benchmarks.restore_sweep [--tokens 2048,8160] [--runs 3]          the shipped demo
     python -m benchmarks.restore_sweep --shape 8b --runs 5 --folder DIR         random weights of an 8B model, on CUDA
 
-After a restart, the end of a kept prompt is loaded while its beginning is computed (`states/policy.choose_load_start`).
+After a restart, the end of a kept prompt is loaded while its beginning is computed (`policy.choose_load_start`).
 For each size of runs (the files that rows are kept in), one server computes the prompts, keeps them on disk, and is
 killed. Then each figure is the first long request of a process of its own, with the files out of the page cache: as
 the planner splits it, with forced splits around that, with everything loaded or computed, and with other numbers of

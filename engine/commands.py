@@ -70,7 +70,7 @@ def serve(
     options = prepare_options(options)
     check_address(options.http)
     with start_progress.StartProgress(options.diagnostics.log_format == "json") as steps:
-        with start_progress.pause_collection():
+        with start_progress.speed_up_imports():
             steps(start_progress.IMPORT)
             import_beside_torch(list_weight_folders(options), first_gpu(options.placement.locations))
             from engine.loading.load_text import begin_text  # noqa: PLC0415 - what it needs has been imported
@@ -242,7 +242,7 @@ def doctor(
     kv_cache_dir: Path | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Check this machine: device, memory, limits, port, cache folder, speed of its disk, numerics.
+    """Check this machine: device, memory, limits, port 8000, cache folder, speed of its disk, numerics.
 
     Each fault comes with a remedy. Exit status 1 if there is a fault; warnings do not count.
 
@@ -255,7 +255,8 @@ def doctor(
     device
         auto (CUDA if there is a CUDA device), cpu, cuda or cuda:N.
     kv_cache_dir
-        Cache folder to check. By default the default folder of `rekindle serve`.
+        Cache folder to check. By default the default folder of `rekindle serve`; REKINDLE_KV_CACHE_DIR and TOML files
+        are not read.
     json_
         Print only JSON on standard output.
     """

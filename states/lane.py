@@ -232,7 +232,7 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     """May the waiting effects join the running launch, all but prompts whose turn to go along comes later?
 
     The answer is a condition and no promise. Decode steps do not join while one of them waits for pages
-    (`World.join_launch`), and a prompt does not where a forward has no room for its rows (`choose_mixed_chunk`). If
+    (`Fold.join_launch`), and a prompt does not where a forward has no room for its rows (`choose_mixed_chunk`). If
     something is left that needs the launch to end (`is_blocking`), the world sends `StopLaunch`. So a new rule here
     needs its counterpart in `launch_choice.join_launch` and `mixed_launch.join_mixed_launch`.
 

@@ -14,7 +14,8 @@ returns the next `Pacing` and the effects that tell executors what has changed. 
 * `PaceMemory`: host memory is pinned with pauses while any request is served.
 * `PaceSnapshot`: what the oldest snapshot may do. Snapshots are taken one after the other, in the order in which they
   were asked for, so the others have to wait anyway.
-* `TrimMemory`: free memory is given back, at most every TRIM_INTERVAL after work, best while no request is served.
+* `TrimMemory`: free memory is given back, at most every `trim_interval` (`DELAYS_NS`) after work, best while no request
+  is served.
 
 The core has no clock. `StartTimer` is an effect, and `TimerElapsed` is the event that answers it. A timer is not
 stopped: one whose number no state holds any more is ignored.

@@ -57,6 +57,18 @@ BRIEF_ANSWER = 1024  # tokens of an answer that a one-off waits for at most; a t
 SlotChoice: TypeAlias = tuple[int, int, int, SlotId | None]
 
 
+def is_queue_full(slots: Slots, settings: Settings) -> bool:
+    """Is there no room for one more waiting request?
+
+    Requests that follow another one have a free slot each, as far as there are any, so these do not fill the queue.
+    No other slot is ever free while the queue is full, unless the first request that waits is short of pages.
+    """
+    free_count = sum(slot.holder is None for slot in slots.slots)
+    following = sum(not follow.ended for follow in slots.follows.values())
+    admits = free_count > following and slots.short_of_pages.isdisjoint(slots.waiting)
+    return not admits and len(slots.waiting) - min(free_count, following) >= settings.max_queue
+
+
 def admit_next(
     slots: Slots, requests: Mapping[RequestId, State], context: DecisionContext
 ) -> tuple[Slots, tuple[RequestId, Admitted] | None]:

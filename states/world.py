@@ -121,7 +121,7 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
     match happened:
         case ForRequest(request, Cancelled()) if request not in world.requests:
             return world, ()
-        case ForRequest(request, Submitted()) if fold.is_queue_full():
+        case ForRequest(request, Submitted()) if slot_admission.is_queue_full(fold.slots, fold.settings):
             fold.play_event(request, Rejected(len(fold.slots.waiting)))
         case ForRequest(request, event):
             if isinstance(event, External | Derived):
@@ -160,17 +160,6 @@ class Fold:
         self.demand = world.pacing.demand
         self.outputs: list[Output] = []
         self.pending: deque[tuple[RequestId, Event]] = deque()
-
-    def is_queue_full(self) -> bool:
-        """Is there no room for one more waiting request?
-
-        Requests that follow another one have a free slot each, as far as there are any, so these do not fill the queue.
-        No other slot is ever free while the queue is full, unless the first request that waits is short of pages.
-        """
-        free_count = sum(slot.holder is None for slot in self.slots.slots)
-        following = sum(not follow.ended for follow in self.slots.follows.values())
-        admits = free_count > following and self.slots.short_of_pages.isdisjoint(self.slots.waiting)
-        return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
     def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
         """Take outcomes in order, at most one per request. Lanes launch and slots are given once all are taken."""
@@ -289,18 +278,18 @@ class Fold:
         self.outputs.append(effect_request)
 
     def launch_lanes(self) -> None:
-        """Launch on free lanes, and let waiting effects join or stop launches that run unattended."""
+        """Launch on each free lane. Let waiting effects join a launch that runs unattended, or have it end for them."""
         for number in [number for number, lane in self.lanes.items() if lane.waiting]:
-            while not self.pending and lane_queue.can_launch(self.lanes[number]) and self.launch_on_lane(number):
-                pass
+            if not self.pending and lane_queue.can_launch(self.lanes[number]):
+                self.launch_on_lane(number)
             if lane_queue.can_join(self.lanes[number], self.settings):
                 self.join_launch(number)
             if lane_queue.is_blocking(lane := self.lanes[number]):
                 self.lanes[number] = evolve(lane, runs_unattended=False)
                 self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
-    def launch_on_lane(self, number: LaneId) -> bool:
-        """Choose what a free lane does, and put it out. False: it has nothing to do."""
+    def launch_on_lane(self, number: LaneId) -> None:
+        """Choose what a free lane does, and put it out, if it has anything to do."""
         self.slots, ready, held = grow_waiting_steps(self.slots, self.lanes[number], self.requests, self.settings)
         lane, self.models, chosen = choose_launch(ready, self.models, self.settings, self.requests, self.rates)
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
@@ -315,11 +304,10 @@ class Fold:
             case EffectOutcome(request, outcome):
                 self.pending.append((request, outcome))
             case None:
-                return False
+                return
         self.lanes[number] = lane
         if PROMPTS in self.lanes and self.lanes[MAIN].running and self.lanes[PROMPTS].running:
             self.lanes[PROMPTS] = evolve(self.lanes[PROMPTS], shares_device=True)
-        return True
 
     def join_launch(self, number: LaneId) -> None:
         """Let waiting effects join the running launch. None joins while a decode step waits for pages."""

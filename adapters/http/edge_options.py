@@ -43,7 +43,7 @@ class EdgeModel:
     * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
     * max_ctx: tokens of prompt and answer together. vocab: token ids are below it.
     * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
-    * model_info: n_params, size, dtype and more. /v1/models shows them as `meta`.
+    * model_info: size in bytes, dtype and more. /v1/models shows them as `meta`.
     * created: Unix time at which the model was made or loaded. version: of this server.
     * identity: the digest of weights, configuration, kernels and shapes (`engine/loading/identity.py`). text_digest: of
       the chat template and of how answers are parsed.

@@ -35,7 +35,10 @@ def read_entry(folder: PrivateFolder, name: str) -> Entry:
 
 
 def make_named_entry(named: tuple[bytes, int], said: FileHead, size: int) -> Entry:
-    """Return the entry of a file from its name, its head and its bytes. Raises Damaged if these do not agree."""
+    """Return the entry of a file from its name (key of the last block, handle), its head and its size in bytes.
+
+    Raises Damaged if these do not agree.
+    """
     key, handle = named
     if said.run.keys[-1] != key:
         raise Damaged("the file has another run's name")
@@ -54,7 +57,7 @@ def make_entry(run: Run, handle: int, size: int, origin: bytes) -> Entry:
         run.tokens,
         size,
         origin,
-        last_turn=handle,
+        last_turn=handle,  # the turn in which the run was added, until the journal says otherwise
         kind=run.kind,
         since=run.since,
     )

@@ -269,7 +269,11 @@ def send_frame(sink: BinaryIO, reply: dict[str, str]) -> None:
 
 
 def confine(max_bytes: int) -> None:
-    """Limit this process to `max_bytes` of address space. Forbid written files, child processes and core dumps."""
+    """Limit this process to `max_bytes` of address space. Forbid written files, child processes and core dumps.
+
+    A limit that this system does not have, or that cannot be set, is left out. Linux lets root have child processes
+    whatever the limit is.
+    """
     limits = {
         resource.RLIMIT_AS: max_bytes,
         resource.RLIMIT_FSIZE: 0,

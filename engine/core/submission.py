@@ -23,7 +23,7 @@ from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
 from engine.core.status import RequestHistory, describe_pace, kv_pages, list_running, show_rates, slot_status
 from engine.settings.output.live_figures import LiveFigures
-from states import residency
+from states import residency, slot_admission
 from states.events import Cancelled, ForRequest, Submitted
 from states.world import World
 
@@ -147,9 +147,9 @@ class Submissions:
 
     @property
     def _is_queue_full(self) -> bool:
-        slots = self.event_loop.world.slots
-        most = self.event_loop.world.settings.max_queue
-        return len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
+        """Would the world reject a job now?"""
+        world = self.event_loop.world
+        return slot_admission.is_queue_full(world.slots, world.settings)
 
     def get_acceptance(self) -> JobAcceptance:
         return "draining" if self._is_draining else "queue_full" if self._is_queue_full else "ready"

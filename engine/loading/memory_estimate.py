@@ -1,6 +1,6 @@
 """Estimates how much memory of each device a model will take, before it is loaded, and how much each device has.
 
-The estimates count what `Target.memory` will show after the load.
+The estimates count what `LoadedModel.build_ledger` will show after the load.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class ShardWatch:
             done.set()
 
         with suppress(LaneClosed):
+            # A launch that goes on ends first: it may have rows that are lost with the shard.
             self.lane.post(look, log_failure, between_steps=False)
             while not (done.wait(LOOK_S) or self._closing.is_set()):
                 pass

@@ -114,7 +114,7 @@ def build_options(**values: Any) -> Options:
 def evolve_options(options: Grouped, **values: Any) -> Grouped:
     """Return a copy of options in groups with other values, by flat name.
 
-    The values are not validated as flags are; `config_file.checked` does that. Raises TypeError for a name that no
+    The values are not validated as flags are; `config_file.parse_values` does that. Raises TypeError for a name that no
     option has, and UserError for options that contradict each other.
     """
     groups: dict[str, Any] = {}

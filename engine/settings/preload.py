@@ -47,7 +47,7 @@ def preload_libraries(words: Sequence[str]) -> Iterator[None]:
         yield
         return
     process_memory.limit_arenas()
-    # Imported modules stay, so there is nothing to collect (`start_progress.pause_collection`).
+    # Imported modules stay, so there is nothing to collect (`start_progress.speed_up_imports`).
     gc.disable()
     try:
         for name in SMALL:

@@ -1,8 +1,8 @@
 """Prices of routes: how long a replica takes until a whole prompt is there, from its rates and what it holds.
 
 The times are those that a replica plans restores with (`states/rates.py`). They are summed up once for each set of
-rates, so that a price takes a microsecond. A replica may also compute rows while it loads others (`choose_front` in
-`states/policy.py`). That is left out here: it makes a restore at most twice as quick, and does so on every replica.
+rates, so that a price takes a microsecond. A replica may also compute rows while it loads others (`choose_load_start`
+in `states/policy.py`). That is left out here: it makes a restore at most twice as quick, and does so on every replica.
 """
 
 from __future__ import annotations

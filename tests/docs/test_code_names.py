@@ -1,5 +1,5 @@
-"""Tests that everything exists which documents say of the code: calls with these parameters, members, names
-and files.
+"""Tests that everything exists which documents and docstrings say of the code: calls with these parameters, members,
+names and files.
 """
 
 from __future__ import annotations
@@ -176,3 +176,103 @@ def test_the_architecture_names_every_package_of_the_import_contracts() -> None:
     packages = set(list_packages())
     assert len(packages) > 30
     assert sorted(package for package in packages if f"{package}/`" not in page) == []
+
+
+# Names of other libraries, of mathematics and of clients.
+NOT_OURS = {
+    *("AutoscalingContext", "K_h", "PrefixCacheAffinityRouter", "ProcessPoolExecutor", "V_h", "_node_ip_address"),
+    *("m_size", "replace_all"),
+}
+SPAN = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`\n]*\))?`")
+BASES_WITHOUT_MEMBERS = {"ABC", "Generic", "Protocol", "object"}
+
+
+@cache
+def list_modules() -> Mapping[Path, str]:
+    """Return the source of every module that ships."""
+    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return {path: path.read_text() for path in paths}
+
+
+@cache
+def list_words_outside_spans() -> frozenset[str]:
+    """Return every word of the code and its tests that stands there without backticks."""
+    others = (path for path in (ROOT / "adapters").rglob("*") if path.suffix in {".c", ".h", ".js"})
+    tests = (path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    sources = [*list_modules().values(), *(path.read_text() for path in (*others, *tests))]
+    return frozenset(word for source in sources for word in re.findall(r"\w+", SPAN.sub("", source)))
+
+
+def list_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that are defined somewhere below a node."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield one.name
+        elif isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            yield one.id
+        elif isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+            yield one.attr
+
+
+@cache
+def index_classes() -> Mapping[str, tuple[Path, ...]]:
+    """Return the modules that define a class of each name."""
+    found = defaultdict[str, list[Path]](list)
+    for path, source in list_modules().items():
+        for kind in re.findall(r"^ *class (\w+)", source, re.MULTILINE):
+            found[kind].append(path)
+    return {kind: tuple(paths) for kind, paths in found.items()}
+
+
+@cache
+def list_members(kind: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the members of the classes of one name, and the names of their bases."""
+    nodes = (node for path in index_classes()[kind] for node in ast.walk(parse_module(path)))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == kind]
+    bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for node in classes for base in node.bases)
+    return frozenset(one for node in classes for one in list_names(node)), frozenset(bases)
+
+
+def has_member(kind: str, name: str) -> bool:
+    """May the class have this member? One with a base of another library may have any."""
+    if kind not in index_classes():
+        return kind not in BASES_WITHOUT_MEMBERS
+    members, bases = list_members(kind)
+    return name in members or any(has_member(base, name) for base in bases - {kind})
+
+
+def is_imported(kind: str, source: str) -> bool:
+    """Does the module import the class from another library, so that it is not the one of ours?"""
+    ours = "|".join(PACKAGES)
+    return bool(re.search(rf"^from (?!(?:{ours})\b).* import .*\b{kind}\b", source, re.MULTILINE))
+
+
+def find_missing_names(source: str) -> list[str]:
+    """Return the names in backticks that exist nowhere: as a word of the code, or as a member of the class."""
+    found = list[str]()
+    for code in SPAN.findall(source):
+        words = code.split(".")
+        foreign = {word for word in words if OF_CODE.search(word)} - list_words_outside_spans() - NOT_OURS
+        kind = words[-2] if len(words) > 1 else ""
+        lacks_member = kind in index_classes() and not has_member(kind, words[-1]) and not is_imported(kind, source)
+        if foreign or lacks_member:
+            found.append(code)
+    return found
+
+
+def test_names_that_docstrings_and_comments_mention_exist() -> None:
+    missing = {name(path): find_missing_names(source) for path, source in list_modules().items()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize("page", ABOUT_CODE, ids=name)
+def test_members_that_pages_about_the_code_mention_exist(page: Path) -> None:
+    spans = (code.split(".") for code in SPAN.findall(FENCED.sub("", page.read_text())))
+    pairs = [(words[-2], words[-1]) for words in spans if len(words) > 1 and words[-2] in index_classes()]
+    assert [pair for pair in pairs if not has_member(*pair)] == []
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    gone = "choose_" + "nothing_at_all"
+    assert find_missing_names(f"see `{gone}` and `Fold.{gone}`") == [gone, f"Fold.{gone}"]
+    assert find_missing_names("see `Fold.is_queue_full`, `Fold.join_launch` and `can_join`") == ["Fold.is_queue_full"]

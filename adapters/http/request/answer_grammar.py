@@ -43,7 +43,8 @@ async def compile_answer_grammar(
     """Return the request with the grammar of its whole answer, tried. Such an answer ends with its grammar,
     `ignore_eos` or not.
 
-    owner: a name for the API key. Raises ApiError for a format that cannot be held, and GaveUp if the client has left.
+    owner: a name for the API key. Raises ApiError for a format that cannot be held, and ClientLeft if the
+    client has left.
     """
     form = request.controls.response_format
     if form is None and not request.reader.tools:

@@ -20,7 +20,9 @@ D = TypeVar("D")
 
 @frozen
 class ApiClient:
-    """The client that sent a request. name: of its API key. has_left: returns whether it has disconnected."""
+    """The client that sent a request. has_left: returns whether it has disconnected. name: the digest of its API key
+    in hex; empty where the server has no keys.
+    """
 
     has_left: DisconnectCheck
     turn_memory: TurnMemory

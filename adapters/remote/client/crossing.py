@@ -70,7 +70,7 @@ def describe_specs(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
 def ask_tensors(
     peer: Peer, op: Op, message: WireMessage, kind: type[T], *, sent: NamedTensors, expected: tuple[Described, ...]
 ) -> tuple[T, TensorBytes]:
-    """Ask for tensors. They must be read before the next request.
+    """Ask for tensors. They must be read before the next request, so the caller holds `peer.lock` until then.
 
     expected: their descriptions, in order. Other tensors end the connection and raise RowsLost. Raises as `Peer.ask`
     does.

@@ -269,7 +269,8 @@ class RemoteDraft:
     ) -> T:
         """Send a request and return the answer.
 
-        Raises RowsLost, torch.OutOfMemoryError, or ValueError for a refusal, which has changed nothing there.
+        Raises RowsLost, torch.OutOfMemoryError, or ValueError for a refusal. A draft step that is refused may have
+        followed some of its rows.
         """
         try:
             return self.peer.ask(op, message, kind, [*(tensors or {}).values()], seconds=seconds)[0]

@@ -94,9 +94,9 @@ class RemoteWeights:
 
     def ask(self, op: Op, message: WireMessage, kind: type[T], *, seconds: float = 0) -> T:
         """Send a request and return the answer. Every failure raises OSError or torch.OutOfMemoryError."""
-        return self.ask_tensors(op, message, kind, {}, seconds=seconds)[0]
+        return self.ask_for_copies(op, message, kind, {}, seconds=seconds)[0]
 
-    def ask_tensors(
+    def ask_for_copies(
         self, op: Op, message: WireMessage, kind: type[T], tensors: dict[str, torch.Tensor], *, seconds: float = 0
     ) -> tuple[T, dict[str, torch.Tensor]]:
         """Send a request with tensors. Return the answer and copies of its tensors. Raises as `ask` does."""
@@ -107,7 +107,7 @@ class RemoteWeights:
                 raise
             except RowsLost as error:
                 raise ConnectionError(str(error)) from error
-            except ValueError as error:  # refused: nothing has changed there
+            except ValueError as error:  # refused
                 raise OSError(f"{self.peer.dial.name} has refused {op.name.lower()}: {error}") from error
             except RuntimeError as error:
                 raise self.give_up(f"{op.name.lower()}: {error}") from error
@@ -171,7 +171,7 @@ class RemoteScoring:
         self._begun = True
         message = ScorePrompt(self.number, describe_tensors(tokens))
         began = time.perf_counter_ns()
-        done, found = self.weights.ask_tensors(Op.SCORE, message, PromptAdvanced, tokens)
+        done, found = self.weights.ask_for_copies(Op.SCORE, message, PromptAdvanced, tokens)
         self.weights.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self.nbytes = done.held
         if found:

@@ -73,7 +73,7 @@ class Channel:
     shared: Shared | None = None
     why: str = ""
     _until: float | None = None  # a deadline for all frames together, beyond the deadline of each
-    _left: int | None = None  # bytes that frames may still have until `unbind`, heads included
+    _left: int | None = None  # bytes that frames may still have until `clear_limits`, heads included
     _buffer: memoryview = field(factory=lambda: memoryview(bytearray(frames.MOST_PAYLOAD)))
     _ahead: memoryview = field(factory=lambda: memoryview(bytearray(AHEAD)))
     _here: memoryview = field(factory=lambda: memoryview(b""))  # the part of `_ahead` that no frame has taken yet
@@ -83,7 +83,7 @@ class Channel:
         return None if self.shared is None else self.shared.lender
 
     def set_limits(self, seconds: float, most_bytes: int) -> None:
-        """Limit the time of all frames until `unbind`, and the bytes of all received ones, together."""
+        """Limit the time of all frames until `clear_limits`, and the bytes of all received ones, together."""
         self._until = time.monotonic() + seconds
         self._left = most_bytes
 

@@ -126,9 +126,10 @@ Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
 
 
 class Facts(WireMessage, frozen=True):
-    """The identity of a daemon.
+    """The description of itself that a daemon gives in its `Welcome`.
 
-    weights, config: digests of its model. boot: identifies the machine and its last start. free: bytes of free memory.
+    weights, config: digests of its model. layers: of the whole model. boot: identifies the machine and its last start.
+    free: bytes of its device that are free now.
     """
 
     weights: Text
@@ -259,7 +260,9 @@ class Nothing(WireMessage, frozen=True):
 
 
 class Failure(WireMessage, frozen=True):
-    """A failed request. refused: it was not acceptable, and nothing has changed. failed: an exception was raised."""
+    """A failed request. refused: by a ValueError, mostly of arguments, which are checked before anything changes.
+    failed: another exception was raised.
+    """
 
     kind: FailureKind
     why: Text

@@ -95,7 +95,7 @@ class RunFile(io.FileIO):
             raise
 
     def readinto(self, buffer: object) -> int:
-        """Fill the target with the run's tensors, end to end (`Layout.views` names them), and close the file.
+        """Fill the target with the run's tensors, end to end (as `Layout.get_specs` orders them), and close the file.
 
         Raises Damaged if the file is not exactly the one that we would write for this run, OSError if reading fails.
         """

@@ -1,7 +1,7 @@
 """The figures that a running server reports of its memory, its cache and its processes.
 
-The loaded model makes them (`Target.collect_live`), the core adds what has broken, and /props shows them as JSON. They
-stand below both, since neither of these packages knows the other.
+The loaded model makes them (`LoadedModel.collect_live`), the core adds what has broken, and /props shows them as JSON.
+They stand below both, since neither of these packages knows the other.
 """
 
 from __future__ import annotations

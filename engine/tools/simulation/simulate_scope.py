@@ -54,7 +54,7 @@ class Setup:
 class Simulation:
     """Sends every request of `sessions` under one scope.
 
-    scope: None means that no prompt shares anything with another.
+    scope: None means that no prompt shares anything with another. All times are nanoseconds of `clock`.
     """
 
     setup: Setup
@@ -126,6 +126,7 @@ class Simulation:
         return sum(session.count for session in self.sessions) - len(self.tally.counts)
 
     def send(self, request: Request, answered: Callable[[], None]) -> None:
+        """Submit a request, or keep it until the process has started again. answered: called when it has its answer."""
         if self._is_stopping:
             self._waiting.append((request, answered))
             return
@@ -139,7 +140,7 @@ class Simulation:
             self.tally.infinite.count_shared_tokens(prompt, request.answer),
         )
         self.tally.counts[number] = count
-        if self.scope is None:
+        if self.scope is None:  # no other prompt has this first token, so none shares anything with it
             prompt = (-1 - number, *prompt[1:])
 
         def finish_request() -> None:

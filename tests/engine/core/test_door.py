@@ -132,6 +132,32 @@ async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Op
     ]
 
 
+async def test_a_door_is_ready_exactly_as_long_as_the_next_job_is_not_rejected() -> None:
+    """Jobs with the same prompt follow the first one into slots that are free, and do not fill the queue."""
+    go = anyio.Event()
+
+    async def wait_for_it(_: Launch) -> None:
+        await go.wait()
+
+    settings = evolve(SETTINGS, slots=3, max_queue=1)
+    async with engine(settings, ScriptedDevice(before=wait_for_it)) as running:
+        door = running.door
+        said = list[tuple[str, bool]]()
+        tickets = list[Ticket]()
+        for count in range(1, 7):
+            acceptance = door.get_acceptance()
+            tickets.append(ticket := door.submit(JOB))
+            await until(door, lambda _, count=count: running.event_loop.world.requests or count > 4)
+            await anyio.wait_all_tasks_blocked()
+            message = ticket.next_message()
+            said.append((acceptance, isinstance(message, Closed) and message.finish == "queue_full"))
+        assert door.status().slots_busy == 1, "the other slots are free for those that follow"
+        go.set()
+        for ticket in tickets[:4]:
+            await heard(ticket)
+    assert said == [("ready", False)] * 4 + [("queue_full", True)] * 2
+
+
 async def test_cancelling_ends_a_stream_once_however_often_and_late_it_is_asked(opened: Open) -> None:
     go = anyio.Event()
     async with opened(go) as (door, _):

@@ -113,7 +113,7 @@ class FakeServer:
         return self.now() - self.refreshed_s < STALE_S
 
     async def refresh(self) -> None:
-        """The order of `SharedTier._refresh`."""
+        """Do things in the order of `Refresher._refresh`."""
         if not self.is_usable:
             await self.collector.write_report()
         await self.collector.read_marks()

@@ -1,6 +1,7 @@
 """A chunk's rows of the gated delta rule on a CPU, the pieces in which a step brings them, and the factor of a block.
 
-`delta.py` computes with them; its head explains what they mean.
+`delta.py` computes with them. The head of `delta_interface.py` defines A, G, T, u and d, that of `delta.py` the
+inverse D of a block.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ChunkPiece:
     frame: ChunkRows
     first: int
     count: int
-    asking: Tensor  # keys, then queries, [Nk, 2 count, dk]
+    asking: Tensor  # the rows' keys, then their queries, repeated for value heads: [Nv, 2 count, dk]
     beta: Tensor  # [Nv, count, 1]
     values: Tensor  # [Nv, count, dv]
     decay: Tensor  # e^G, [Nv, count, 1]

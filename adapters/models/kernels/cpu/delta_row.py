@@ -15,13 +15,14 @@ from adapters.models.kernels.interfaces.delta_interface import BLOCK, CHUNK, RIN
 # What a row of a chunk reads of the blocks before its own.
 _EARLY = (torch.arange(CHUNK) < torch.arange(CHUNK).unsqueeze(1) // BLOCK * BLOCK).float()
 
+# Sums are subtracted from it, as in `invert_blocks`: this makes +0 of a sum that is zero, a negation would make -0.
 _NOTHING = torch.zeros(())
 
 
 @frozen(eq=False)
 class RowBuffers:
     """Operands of products with as many rows as were proven. The row's own data comes first; the other rows are
-    always zero.
+    always zero. M: the least row count that was proven for these products.
     """
 
     keys: Tensor  # [Nk, M, dk]
@@ -39,8 +40,8 @@ class RowBuffers:
 
 @frozen(eq=False)
 class DeltaRow:
-    """The inputs of one row. asking: query and key of each head, `[Nk, 2, dk]`. value: `[Nv, dv]`. beta and decay
-    (g): `[Nv, 1]`.
+    """The inputs of one row. asking: the query of each key head, then its key, `[Nk, 2, dk]`; in a `ChunkPiece` keys
+    come first. value: `[Nv, dv]`. beta, and decay, which is the logarithm g: `[Nv, 1]`.
     """
 
     asking: Tensor
@@ -52,7 +53,10 @@ class DeltaRow:
 def read_row(
     buffers: RowBuffers, shape: DeltaShape, state: DeltaState, slot: int, position: int, row: DeltaRow
 ) -> Tensor:
-    """Return what the row reads, `[Nv, dv]`, and leave in the rings what later rows need of it."""
+    """Return what the row reads, `[Nv, dv]`, and leave in the rings what later rows need of it.
+
+    The slot's memory stands at the start of the row's chunk. position: of the row in its sequence.
+    """
     heads = shape.value_heads
     group = shape.group
     first = position % CHUNK

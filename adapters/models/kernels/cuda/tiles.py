@@ -137,7 +137,7 @@ def choose_tile_in_pieces(dtype: torch.dtype, shared: int) -> Tile:
 
 @cache
 def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
-    """Choose a tile of `hopper.linear_ahead`.
+    """Choose a tile of `hopper_products.linear_ahead`.
 
     A step takes time whatever it sums, so with few rows it is deep. Rows that do not exist are zeros that must be
     written, so a tile has few rows.

@@ -31,8 +31,9 @@ class ExactAttention(Protocol):
     ) -> Tensor:
         """Attend with q float32 `[R, KV, G, hd]` and return `[R, H hd]`.
 
-        seen: the first key that each row sees (int64 `[R]`, None for key 0) and the key behind the last one. The
-        window of `rule` must be in it already.
+        slots: of each row, int64 `[R]`. Caches: `[slots, KV, capacity, width of the row format]`. seen: the first key
+        that each row sees (int64 `[R]`, None for key 0) and the key behind the last one. Of `rule` only cap and sinks
+        are applied: its window must be in `seen` already, and the caller cuts the values (`latent`).
         """
         ...
 

@@ -41,7 +41,7 @@ class MistralCalls(JsonCalls):
         return evolve(super().new_reader(schema, writer), is_enclosed=self._is_listed)
 
     def parse_named_call(self) -> Parsing[None]:
-        """Parse a name, an id that may follow it, and the arguments."""
+        """Parse a name, an id that may follow it, and the arguments. Without arguments all of it becomes text."""
         incoming = self.incoming
         name = yield from incoming.take_matching(NAME, MAX_NAME)
         yield from incoming.take_matching(SPACE)
@@ -51,11 +51,7 @@ class MistralCalls(JsonCalls):
             yield from incoming.take_matching(NAME, MAX_NAME)
         yield from incoming.take_if_next("[ARGS]")
         yield from incoming.take_matching(SPACE)
-        begun = self.call_count
-        early = yield from self.parse_arguments(name)
-        if self.call_count == begun:
-            self.begin_call(name)
-            self.add_arguments(early or "{}")
+        yield from self.parse_arguments(name)  # with a name, they begin the call
         self.end_call()
 
     def parse_list(self) -> Parsing[None]:

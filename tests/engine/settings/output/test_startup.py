@@ -18,7 +18,7 @@ from engine.settings.output.start_progress import (
     StartProgress,
     find_module,
     make_weight_counter,
-    pause_collection,
+    speed_up_imports,
 )
 
 
@@ -95,7 +95,7 @@ def test_while_modules_are_imported_frames_say_of_which_they_are() -> None:
     ask, frame = inspect.getmodule, sys._getframe()  # noqa: SLF001
     asked = (frame, ask, StartProgress, 5)
     expected = [ask(one) for one in asked]
-    with pause_collection():
+    with speed_up_imports():
         assert inspect.getmodule is not ask
         assert [inspect.getmodule(one) for one in asked] == expected
     assert inspect.getmodule is ask
