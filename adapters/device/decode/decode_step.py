@@ -183,6 +183,7 @@ class DecodeRunner:
             return DeviceFailed("broken", f"slot {effect.slot}: {NotFinite.at(state.valid + 1).detail}")
         state.commit(taken.tokens)
         if not taken.followed and self.proposer is not None:
+            # One row: the draft proposed nothing, and where there is a draft no copies are taken natively.
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         (matched,) = self.copies.find_matches([(effect.slot, state)])

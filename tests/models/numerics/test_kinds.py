@@ -148,6 +148,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     monkeypatch.setattr(shard._runner, "spec", shard.spec)  # noqa: SLF001
     target: Any = SimpleNamespace(
         devices=(),
+        launches_ahead=True,
         spec=shard.spec,
         states=shard.states,
         forward=shard.forward,

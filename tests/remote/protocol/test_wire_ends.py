@@ -120,7 +120,7 @@ def ends_of_options() -> dict[str, tuple[int, int]]:
     for name, hint in hints:
         for one in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             for rule in one.validator if isinstance(one, Parameter) else ():
-                if isinstance(rule, Number) and get_args(hint)[0] is int:
+                if isinstance(rule, Number) and get_args(hint)[0] in {int, int | None}:
                     assert isinstance(rule.gte, int)
                     assert isinstance(rule.lte, int)
                     found[name] = rule.gte, rule.lte
