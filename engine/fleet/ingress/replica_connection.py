@@ -67,7 +67,7 @@ class ReplicaRequest:
 
 @define(eq=False)
 class ReplicaConnection(asyncio.Protocol):
-    """One connection. The methods in the second half are called by asyncio, and those that begin `on_` by the parser.
+    """One connection. asyncio calls the methods of the second half; the parser calls those from `on_message_begin` on.
 
     status, headers: of the answer that arrives now. is_complete: its end has arrived. is_lost: the connection is gone.
     """
