@@ -56,17 +56,21 @@ def learn_from_outcome(
 
 
 def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_prompt_lane_busy: bool) -> bool:
-    """Return whether anything is learned from the time of an outcome. answer: of a launch on this lane.
+    """Return whether anything is learned from an outcome: its time, and how well proposals did.
 
-    A launch that shares the device with a launch of another lane takes longer than it would take alone, so its time
-    teaches nothing. All members of a decode step report the same time, so only the first one is learned from. If a
-    draft proposed or text was copied, every member is, because how well proposals do differs by member.
+    answer: of a launch on this lane. is_prompt_lane_busy: the launch runs decode steps while the prompt lane computes a
+    prompt.
 
-    is_prompt_lane_busy: the launch runs decode steps while the prompt lane computes a prompt.
+    A launch that shares the device with a launch of another lane takes longer than it would take alone. Nothing is
+    learned from it. All members of a decode step report the same time, so of a plain step only the first member's
+    outcome counts. If a draft proposed or text was copied, every member's outcome counts, because members differ in how
+    many proposals are accepted.
     """
+    # `Settings` refuses a prompt lane together with a draft, so the last condition only repeats that.
     if lane.shares_device or (is_prompt_lane_busy and not settings.max_proposals):
         return False
     outcome = answer.outcome
+    # `Decoded.rows` is 0 if no member copied text.
     is_plain_step = isinstance(outcome, Decoded) and not outcome.rows and not any(lane.plan.proposals)
     return not is_plain_step or is_first_of_step(lane, answer.request)
 

@@ -146,9 +146,9 @@ def estimate_needs(
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
         placements = [one for one in plan if one.memory == memory]
         first = (*placements, drafted)[0]
-        here = [one.layers for one in placements]
+        layer_runs = [one.layers for one in placements]
         device = first.compute_device
-        states = [config.state_bytes(dtype, device.type, layers) for layers in here]
+        states = [config.state_bytes(dtype, device.type, layers) for layers in layer_runs]
         fixed = sum(estimate_placed_weights(config, dtype, one, layouts, proven=proven) for one in placements)
         if hosted and placements:
             fixed += hosted - count_brought_experts(config, plan) * dtype.itemsize
@@ -157,17 +157,17 @@ def estimate_needs(
         fixed += checkpoints * sum(checkpoint_bytes for _, checkpoint_bytes in states)
         if device.type == "cuda":
             chunk = choose_chunk(options.runtime, plan)
-            fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)
-        own = 0
-        row = sum(config.kv_bytes_per_token(read_row_types(options.weights.kv_dtype, dtype), layers) for layers in here)
+            fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in layer_runs)
+        row_types = read_row_types(options.weights.kv_dtype, dtype)
+        target_row = sum(config.kv_bytes_per_token(row_types, layers) for layers in layer_runs)
+        draft_row = 0  # every slot has rows of the draft for itself, even if slots share pages
         if plan[-1] in placements:
             fixed += estimate_buffers(options.runtime, config, dtype, plan)
         if draft is not None and memory == drafted.memory:
             fixed += estimate_buffers(options.runtime, config, dtype, plan) + draft.weights * choose_itemsize(
                 config, dtype, device
             )
-            own = draft.shape.kv_bytes_per_token(dtype)
-            row += own
+            draft_row = draft.shape.kv_bytes_per_token(dtype)
             # Such a draft has copies of the embedding and of the head.
             if config.embedding_scale != 1:
                 fixed += config.vocab_size * config.hidden_size * dtype.itemsize
@@ -176,7 +176,9 @@ def estimate_needs(
         state = sum(slot_bytes for slot_bytes, _ in states)
         name = str(device)
         free = measure_available(device) if first.is_local or first.is_on_host else measure_remote_free(first)
-        found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * estimate_rope(config), own=own))
+        row = target_row + draft_row
+        rope = len(layer_runs) * estimate_rope(config)  # each shard has tables of its own, for all slots together
+        found.append(DeviceNeed(name, free, fixed, row, state, once=rope, own=draft_row))
     on_device = [one for one in plan if one.compute_device.type != "cpu"]
     computed = sum(estimate_cpu_experts(config, dtype, one.cpu_experts, layouts) for one in on_device)
     if hosted or table or computed:
@@ -332,6 +334,9 @@ def estimate_buffers(
 ) -> int:
     """Return the bytes of buffers of all buckets: hidden rows for up to two chunks, and logits for up to twice
     HEAD_ROWS.
+
+    The default buckets double, so all together have about twice the rows of the largest. `estimate_needs` counts these
+    bytes for the target's last device and for the draft's device, and leaves out those of other devices.
     """
     hidden = 2 * choose_chunk(runtime, plan) * config.hidden_size * dtype.itemsize
     return hidden + 2 * HEAD_ROWS * config.vocab_size * torch.float32.itemsize

@@ -34,7 +34,9 @@ LAYOUTS = {
 class RoundedTensor:
     """A tensor that is rounded when it is read.
 
-    losses: by name, the sum of the squared errors and the sum of the squared weights.
+    losses: the rounding error of each tensor, by its name: the sum of the squared errors, and the sum of the squared
+    weights. All rounded tensors of a checkpoint share this dict. Reading a tensor writes its entry, although the object
+    itself is frozen.
     dtype: that of the tensor that `read` returns.
     """
 
@@ -57,6 +59,10 @@ class RoundedTensor:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that a packed file would need: steps, scales of 2 bytes, and zero points of half a byte.
+
+        Zero points are between 0 and 15. In memory each of them takes a byte (`read_packed`).
+        """
         groups = self.shape[0] * -(-self.shape[1] // GROUP)
         return math.prod(self.shape) * self.bits // 8 + groups * 2 + (groups // 2 if self.bits == 4 else 0)
 
@@ -73,41 +79,47 @@ class RoundedTensor:
 
     @property
     def layout(self) -> StepLayout | None:
-        """The packed layout. Groups are halved until the columns are whole groups."""
+        """The layout of `read_packed`. None: the columns are not whole groups of any size in `GROUPS`.
+
+        Rounding always uses groups of GROUP columns and fills the last one with zeros. A packed matrix has no such
+        zeros. So where the columns are not whole groups, the layout has smaller groups, and several of them repeat one
+        scale. That way `read` and `read_packed` give the same weights.
+        """
         size = find_group_size(GROUP, self.shape[1])
         return evolve(LAYOUTS[self.bits], group=size) if size else None
 
     def read_packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
-        """Return a tensor that has a layout, packed."""
+        """Return the packed tensor. It must have a layout."""
         layout = self.layout
         columns = self.shape[1]
         assert layout is not None
-        each = GROUP // layout.group
-        parts = [piece for _, piece in self._round_pieces(name)]
-        kinds = zip(*(part.tensors for part in parts), strict=True)
-        tensors = [None if own[0] is None else torch.cat(own) for own in kinds]
-        steps, *levels = tensors
+        repeats = GROUP // layout.group  # groups of the layout in one group of the rounding
+        pieces = [piece for _, piece in self._round_pieces(name)]
+        # For each field of PackedMatrix (the steps, the scale, ...), the tensors of all pieces, one below the other.
+        fields = zip(*(piece.tensors for piece in pieces), strict=True)
+        steps, *group_levels = [None if parts[0] is None else torch.cat(parts) for parts in fields]
         assert steps is not None
-        finer = [
-            None if one is None else one.repeat_interleave(each, 1)[:, : columns // layout.group] for one in levels
+        repeated = [
+            None if level is None else level.repeat_interleave(repeats, 1)[:, : columns // layout.group]
+            for level in group_levels
         ]
-        return PackedMatrix(layout, steps[:, :columns].contiguous(), *finer)  # type: ignore[arg-type]
+        return PackedMatrix(layout, steps[:, :columns].contiguous(), *repeated)  # type: ignore[arg-type]
 
     def _round_pieces(self, name: str) -> Iterator[tuple[int, PackedMatrix]]:
         """Yield rounded rows with the number of the first one. Rows end with zeros up to a whole group.
 
-        This notes the loss of the whole tensor.
+        After the last rows, the rounding error of the whole tensor is written to `losses`.
         """
         weight = self.entry.read(name)
         step = max(1, _PIECE // self.shape[1])
-        changed = there = 0.0
+        squared_errors = squared_weights = 0.0
         for start in range(0, self.shape[0], step):
             piece = weight[start : start + step].float()
-            found = round_rows(piece, self.bits)
-            changed += float((found.unpack(torch.float32)[:, : self.shape[1]] - piece).square_().sum())
-            there += float(piece.square().sum())
-            yield start, found
-        self.losses[name] = changed, there
+            rounded = round_rows(piece, self.bits)
+            squared_errors += float((rounded.unpack(torch.float32)[:, : self.shape[1]] - piece).square_().sum())
+            squared_weights += float(piece.square().sum())
+            yield start, rounded
+        self.losses[name] = squared_errors, squared_weights
 
     def with_dtype(self, dtype: torch.dtype) -> RoundedTensor:
         return evolve(self, dtype=dtype)
@@ -122,8 +134,9 @@ def round_matrices(tensors: Mapping[str, StoredTensor], bits: int, chosen: Conta
 def measure_error(tensors: Mapping[str, StoredTensor]) -> float | None:
     """Return the relative error of all rounded tensors that were read: RMS of the errors by RMS of the weights."""
     losses = next((entry.losses for entry in tensors.values() if isinstance(entry, RoundedTensor)), {})
-    there = sum(there for _, there in losses.values())
-    return math.sqrt(sum(changed for changed, _ in losses.values()) / there) if there else None
+    squared_errors = sum(errors for errors, _ in losses.values())
+    squared_weights = sum(weights for _, weights in losses.values())
+    return math.sqrt(squared_errors / squared_weights) if squared_weights else None
 
 
 def round_rows(rows: Tensor, bits: int) -> PackedMatrix:

@@ -155,7 +155,9 @@ class NativeDecodeStep:
             return None
         masks = [] if matching is None else list_masks(matching, copies)
         if masks is None:
-            return None  # the grammar has come to a dead end, which is reported elsewhere
+            # The grammar has come to a dead end. The caller takes the step without the compiled call, and its sampler
+            # returns `DeadEnd` for the row.
+            return None
         if not plan.count:
             return self._step_without_draft(step, slot, state, proposer, GivenRows(copies, masks))
         outcome = step.run(slot, state, plan.first, plan.count)
@@ -214,11 +216,14 @@ class NativeDecodeStep:
 
 
 def list_masks(matching: Matching, copies: Tokens) -> list[Mask] | None:
-    """Return which tokens may follow the last one and each of these copies; None: none may follow one of them."""
+    """Return the masks of a step's rows: which tokens may follow the answer so far, and which each of these copies.
+
+    Returns None if the grammar lets no token follow one of them.
+    """
     masks: list[Mask] = []
     for count in range(1 + len(copies)):
         mask = matching.mask(copies[:count])
-        if isinstance(mask, str):
+        if isinstance(mask, str):  # the reason why no token may follow
             return None
         masks.append(mask)
     return masks

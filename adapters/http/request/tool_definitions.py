@@ -136,11 +136,14 @@ def read_plain_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoi
 
 @define
 class SkippedTools:
-    """Tools that cannot be offered to the model, since only another server runs them or only its models know them.
+    """The parts of a request that were left out or changed, as the answer's headers and the log name them.
 
-    Agents send them along with their own tools, and work well without them. The answer's header and the log name them.
-    names: of those tools that have one. item_kinds: kinds of skipped items of a conversation. skipped_choice: the tool
-    that the request wanted to be called and that was skipped, so that the model chooses.
+    Most are tools that cannot be offered to the model, since only another server runs them or only its models know
+    them. Agents send them along with their own tools, and work well without them.
+
+    kinds: types of the skipped tools. names: of those skipped tools that have one. item_kinds: types of skipped items
+    of a conversation, which are no tools. skipped_choice: what the request wanted to be called and what was skipped,
+    as `find_skipped_choice` returns it, so that the model chooses.
     """
 
     kinds: dict[str, None] = field(factory=dict)
@@ -150,12 +153,13 @@ class SkippedTools:
     changes: Changes = field(factory=Changes)  # changes in the rest of the request
 
     def note(self, kind: str, name: str | None = None) -> None:
+        """Note a skipped tool, of `tools`. Its kind and its name decide later whether `tool_choice` asks for it."""
         self.kinds[kind if KIND_PATTERN.fullmatch(kind) else "unknown"] = None
         if name is not None:
             self.names.add(name)
 
     def pass_over(self, kind: str) -> None:
-        """Note an item of a kind that the model cannot be given."""
+        """Note a skipped item of the conversation, of a kind that the model cannot be given. It is no tool."""
         if len(self.item_kinds) < MAX_KINDS:
             self.item_kinds[kind if KIND_PATTERN.fullmatch(kind) else "unknown"] = None
 
@@ -173,7 +177,12 @@ class SkippedTools:
         return ToolChoice()
 
     def find_skipped_choice(self, choice: Any, offered: Collection[str]) -> str:
-        """Return the skipped part of a choice, or an empty string."""
+        """Return what a choice asks for if only skipped tools could serve it, or else an empty string.
+
+        choice: as in `find_fallback`. offered: the client's names of the tools that the model is offered. The result is
+        the name of a skipped tool or the type of one, where the choice says so. It is "required" if any tool was to be
+        called and none is offered, and "allowed_tools" if all tools of such a list are skipped.
+        """
         match choice:
             case "required" | {"type": "any"} if not offered:
                 return "required"

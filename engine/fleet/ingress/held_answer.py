@@ -91,6 +91,12 @@ class HeldAnswer:
         await self.send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _add_events(self, events: Iterable[bytes]) -> None:
+        """Take whole events of a stream, and send those that the client may have.
+
+        Openings are held until the next sign of life or token. Once the client's stream has begun, further openings
+        are dropped, because a client would get those of a second replica twice. After the first token every event is
+        sent. Raises ReplicaLost, and sends none of these events, if the replica says before a token that it stops.
+        """
         ready = list[bytes]()
         for event in events:
             kind = EventKind.TOKEN if self.has_token else self._classify(event)
@@ -107,7 +113,11 @@ class HeldAnswer:
             await self._send(b"".join(ready))
 
     def _classify(self, event: bytes) -> EventKind:
-        """Return what an event means. What begins an answer is a sign of life when it comes again."""
+        """Return what an event means.
+
+        A replica repeats some openings, such as `ping`, to show that it is alive. So an opening that it has sent before
+        counts as a sign of life. An event that begins with `event:` is compared by that line, any other as a whole.
+        """
         kind = classify_event(event)
         if kind is not EventKind.OPENING:
             return kind

@@ -58,6 +58,7 @@ class CpuAttention:
         plan = batch.plan
         how = self._find_proven(*q.shape[2:])
         capacity = k_cache.shape[2]
+        # NATIVE in the place of a dtype: the compiled library attends as a whole, so no product needs a dtype.
         if how.dtype == NATIVE:
             seen = (plan.find_nearest_keys(rule.window, batch), batch.lengths)
             return keep_values(self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule), q, rule.latent)
@@ -115,17 +116,21 @@ class CpuAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         batch: Batch,
-        served: ServedHeads,
+        how: ServedHeads,
         seen: tuple[Tensor | None, Tensor],
         rule: AttentionRule = PLAIN,
     ) -> Tensor:
-        own = self.kernels.native_attention
-        if own is None:
-            raise UnprovenProductError("a plan for attention of our own, and this installation has none")
-        if self.plan is not None and self.plan.steps and batch.bucket not in served.rows:
-            raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {served.rows}")
+        """Attend with the compiled library. Arguments and the result are those of `ExactAttention.attend`.
+
+        Raises UnprovenProductError if the library is not available here, or was not proven for steps of this many rows.
+        """
+        native_attention = self.kernels.native_attention
+        if native_attention is None:
+            raise UnprovenProductError("the plan wants attention of the compiled library, which is not available here")
+        if self.plan is not None and self.plan.steps and batch.bucket not in how.rows:
+            raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {how.rows}")
         batch.plan.check_caches(k_cache.shape[0], k_cache.shape[2])
-        return own.attend(q, batch.slots, seen, k_cache, v_cache, rule)
+        return native_attention.attend(q, batch.slots, seen, k_cache, v_cache, rule)
 
     def _causal_spans(
         self, row: int, segment: Segment, served: ServedHeads, capacity: int, window: int

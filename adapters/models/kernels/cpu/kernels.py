@@ -137,7 +137,7 @@ class CpuKernels(ComposedOperations):
         if way != NATIVE:
             return onednn.reorder(weight)
         if self._native is None:
-            raise UnprovenProductError("a plan for products of our own, and this installation has none")
+            raise UnprovenProductError("the plan wants products of the compiled library, which is not available here")
         return self._native.pack(weight)
 
     def pack_steps(self, matrix: PackedMatrix) -> NativePacked | None:

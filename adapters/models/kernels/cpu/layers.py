@@ -33,9 +33,12 @@ def fuse_layers(
     embedding: Embedding | None,
     prepared: Callable[[HeadPrep, tuple[int, int, int]], PreparedHeads],
 ) -> NativeLayers | None:
-    """Return layers that one call carries out. None where the library multiplies some weight not at all, or a
-    projection has more than heads.
+    """Return layers that one call carries out, for steps of `rows` rows.
 
+    Returns None if the library cannot multiply every weight in steps of this many rows. Returns None as well if a
+    projection has outputs besides the heads of queries, keys and values, such as a gate.
+
+    rope: the rotary tables of all layers. dtype: of the residual stream. embedding: as in `Kernels.fuse_layers`.
     prepared: returns the preparation of heads for query heads, key heads and their size.
     """
     found = []

@@ -62,7 +62,10 @@ class Trial:
         return torch.equal(found.view(whole), expected.view(whole))
 
     def find_difference(self, count: int, reference: Tensor, threads: int) -> str | None:
-        """Return how a row of a product with this many rows differs from its reference, or None."""
+        """Return how a row of a product with this many rows differs from its reference, or None.
+
+        Braces in the text stand for the rows that the reference was computed with. The caller fills them in.
+        """
         torch.set_num_threads(threads)
         x = self.x
         last = len(self.x) - count
@@ -136,7 +139,11 @@ class Trial:
 
 @define(eq=False)
 class ScoresTrial(Trial):
-    """Queries times keys: besides the row count, the number of keys changes from step to step."""
+    """Queries times keys: besides the row count, the number of keys changes from step to step.
+
+    keys: `[n, hd]`. spans: numbers of first keys that are tried. product: multiplies query rows with keys. least: the
+    smallest count of query rows with room for one position. It is used however many keys there are.
+    """
 
     keys: Tensor = field(kw_only=True)
     spans: tuple[int, ...] = field(kw_only=True)
@@ -150,9 +157,12 @@ class ScoresTrial(Trial):
         moved = roll_rows(self.x, count)
         expected = roll_rows(reference, count)
         for span in self.spans:
+            # At most SCORES scores are computed together, and each query row has `span` of them. Larger counts are
+            # never used over so many keys (`count_query_rows`).
             if count <= max(self.least, SCORES // span):
                 found = self.product(moved, self.keys[:span])
                 if not self.has_same_bits(found, expected[:, :span]):
+                    # The caller fills the braces with the rows that the reference was computed with.
                     return f"{count} rows over {span} keys differ from {{}} over {len(self.keys)} ({threads} threads)"
         return None
 
@@ -207,12 +217,10 @@ def make_scores_trial(
     multiply: Callable[[Tensor, Tensor], Tensor],
     heads: Heads,
     rows: tuple[int, int],
-    found: tuple[int, ...],
+    spans: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> ScoresTrial:
-    """Make the trial of attention scores. rows: the most query rows, and the fewest that any span allows. found:
-    spans.
-    """
+    """Make the trial of attention scores. rows: the most query rows, and `least` of the trial. spans: as in it."""
     x, keys = make_cancelling(rows[0], heads.keys, heads.size, torch.float32)
     return ScoresTrial(
         f"scores of heads of {heads.size}",
@@ -221,7 +229,7 @@ def make_scores_trial(
         threads,
         lambda some: multiply(some, keys),
         keys=keys,
-        spans=found,
+        spans=spans,
         product=multiply,
         least=rows[1],
     )

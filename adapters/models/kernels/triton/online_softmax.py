@@ -83,7 +83,13 @@ def absorb_tile(
 
 @triton.jit
 def fold_split(acc, peak, total, all_acc, all_peak, all_total):
-    """Add one split's result to the fold of the splits before it."""
+    """Add one split's result to the fold of the splits before it. Return the three numbers of the new fold.
+
+    acc, peak, total: of the new split. all_acc, all_peak, all_total: of all splits before it.
+
+    All are float32. acc: `[M, HEAD]`, the sum of the weighted values. peak: `[M]`, the highest score, as an exponent
+    of 2. total: `[M]`, the sum of the weights. A weight is 2 ** (score - peak).
+    """
     new_peak = tl.maximum(all_peak, peak)
     old = tl.exp2(all_peak - new_peak)
     new = tl.exp2(peak - new_peak)
