@@ -94,8 +94,9 @@ class HeldAnswer:
         """Take whole events of a stream, and send those that the client may have.
 
         Openings are held until the next sign of life or token. Once the client's stream has begun, further openings
-        are dropped, because a client would get those of a second replica twice. After the first token every event is
-        sent. Raises ReplicaLost, and sends none of these events, if the replica says before a token that it stops.
+        are dropped, so that the client does not get those of a second replica as well. After the first token every
+        event is sent. Raises ReplicaLost, and sends none of these events, if the replica says before a token that it
+        stops.
         """
         ready = list[bytes]()
         for event in events:
