@@ -77,7 +77,7 @@ def test_levels_lie_where_kernels_read_them(layout: StepLayout, columns: int) ->
     form = packed.block_form
     assert packed.levels.shape == (3, -(-columns // 128), form.planes, 8)
     raised = {"e2m1": 2.0**127}.get(layout.steps, 1.0)
-    for name in form.held:
+    for name in form.level_sizes:
         level = getattr(matrix, name)
         each = (layout.group if name in {"inner", "least"} else layout.span) // 16
         found = read_level(packed.levels, form, name, columns)[:20]

@@ -261,7 +261,7 @@ def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) 
     records = -(-columns // _ALIGNED)
     found = torch.zeros(-(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=device)
     at = 0
-    for name, (bits, count) in form.held.items():
+    for name, (bits, count) in form.level_sizes.items():
         level = getattr(matrix, name).to(device)
         level = level ^ -128 if level.dtype == torch.int8 else level
         if name in {"scale", "own"}:

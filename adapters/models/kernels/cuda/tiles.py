@@ -198,8 +198,8 @@ def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int)
 def choose_tile_of_experts(weight: Tensor, pairs: int, experts: int, shared: int, *, hopper: bool) -> GroupTile:
     """Choose a tile for the weights `[slots, N, K]` of all experts. hopper: see `CudaProducts`.
 
-    Where an expert has few pairs on average, its weights are requested ahead, if they lie in one piece with those of
-    the others, and the compiler can tell that rows of x begin where several numbers can be copied at once.
+    Where an expert has few pairs on average, its weights are requested ahead. For that they must lie in one piece with
+    those of the others. The compiler must also see that several numbers of a row of x can be copied at once.
     """
     found = None
     depth = weight.shape[2]

@@ -55,7 +55,7 @@ class BlockForm:
         return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
 
     @property
-    def held(self) -> dict[str, tuple[int, int]]:
+    def level_sizes(self) -> dict[str, tuple[int, int]]:
         """The levels of 128 columns of a row: the bits of a number, and how many numbers there are."""
         bits = self.scale.primitive_bitwidth
         scales = max(1, 128 // self.span)
@@ -72,14 +72,14 @@ class BlockForm:
     @property
     def planes(self) -> int:
         """The words that the levels of 128 columns of a row take."""
-        return -(-sum(bits * count for bits, count in self.held.values()) // 32)
+        return -(-sum(bits * count for bits, count in self.level_sizes.values()) // 32)
 
     def find_share(self, name: str) -> LevelShare:
         """Return where the levels of a block are. All sizes are powers of two and descend, so none lies across words
         that it does not fill.
         """
         place = 0
-        for other, (bits, count) in self.held.items():
+        for other, (bits, count) in self.level_sizes.items():
             if other == name:
                 each = count * self.block // 128 if count > 1 else 1
                 return LevelShare(bits, min(each, 4), place, count > each, each > 4)
