@@ -220,7 +220,10 @@ def test_the_kernel_of_hopper_has_the_bits_of_the_one_for_every_gpu(kernels, sha
 
 
 def fill(kernels, sequence: Rows, state: DeltaState, slot: int, length: int) -> None:
-    """Bring a slot to the state behind the sequence's first rows."""
+    """Bring a slot to the state behind the sequence's first rows, of which there may be none."""
+    if not length:
+        state.memory[slot], state.conv[slot] = 0, 0
+        return
     mixed, gates = sequence.mixed, sequence.gates
     sequence.mixed, sequence.gates = mixed[:length], gates[:length]
     in_pieces(kernels, sequence, state, [(256, 256, 0)], slot=slot)
