@@ -143,8 +143,16 @@ def is_ready(client: httpx.Client, url: str) -> bool:
 
 def measure_memory() -> float:
     """Return the MB of everything that this process has started, each its share of pages in common."""
-    rolled = [Path(f"/proc/{child}/smaps_rollup").read_text() for child in list_children(os.getpid())]
-    return sum(int(re.findall(r"^Pss:\s+(\d+)", one, re.MULTILINE)[0]) for one in rolled) * 1024 / 1e6
+    return sum(map(measure_share, list_children(os.getpid()))) * 1024 / 1e6
+
+
+def measure_share(process: int) -> int:
+    """Return the KiB of a process. 0: it has ended meanwhile."""
+    try:
+        rolled = Path(f"/proc/{process}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(re.findall(r"^Pss:\s+(\d+)", rolled, re.MULTILINE)[0])
 
 
 def list_children(process: int) -> list[int]:
