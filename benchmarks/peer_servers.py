@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -132,6 +132,11 @@ def listen(contender: Contender, sequences: int, rows: int, home: Path) -> Itera
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def listen_to(command: Sequence[str], folder: Path, home: Path) -> AbstractContextManager[tuple[str, float]]:
+    """Start a server of one command, as `listen` does. folder: that it runs in."""
+    return listen(Contender(lambda _, __: list(command), folder), 1, 0, home)
 
 
 def is_ready(client: httpx.Client, url: str) -> bool:
