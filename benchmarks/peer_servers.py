@@ -58,7 +58,9 @@ class Contender:
             return ""
         environment = {**os.environ, **self.environment}
         done = subprocess.run(self.version, check=False, capture_output=True, text=True, env=environment)
-        return next(iter((done.stdout + done.stderr).strip().splitlines()), "unknown")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        # llama.cpp lists devices before it.
+        return next((line for line in lines if line.startswith("version")), lines[0] if lines else "unknown")
 
 
 def serve_ours(
