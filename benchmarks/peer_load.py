@@ -14,7 +14,7 @@ from benchmarks.peer_servers import ROOT, measure_memory
 FEWEST_REQUESTS = 4  # of a level, where --requests is given
 
 
-def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
+def run_bench_serve(url: str, *words: str) -> list[Mapping[str, Any]]:
     command = [sys.executable, "-m", "engine", "bench", "serve", "--url", url, "--json", *words]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     if done.returncode not in (0, 1):  # 1: some requests failed, which the figures say
@@ -35,9 +35,9 @@ def ask_streams(url: str, given: argparse.Namespace) -> dict[str, float]:
     if given.requests:
         for level in parse_numbers(given.levels):
             number = max(FEWEST_REQUESTS, given.requests * level)
-            found |= read_levels(asked(url, *words, "--concurrency", str(level), "--requests", str(number)))
+            found |= read_levels(run_bench_serve(url, *words, "--concurrency", str(level), "--requests", str(number)))
     else:
-        found |= read_levels(asked(url, *words, "--concurrency", given.levels))
+        found |= read_levels(run_bench_serve(url, *words, "--concurrency", given.levels))
     return found | {"memory, MB": measure_memory()}
 
 
@@ -57,7 +57,7 @@ def ask_cold(url: str, given: argparse.Namespace) -> dict[str, float]:
     found = dict[str, float]()
     words = ("--requests", "3", "--answer-tokens", str(given.answers), "--temperature", given.temperature)
     for length in parse_numbers(given.lengths):
-        [one] = asked(url, *words, "--prompt-tokens", str(length))
+        [one] = run_bench_serve(url, *words, "--prompt-tokens", str(length))
         found[f"first behind {length}, ms"] = one["first_token_ms"][0]
         found[f"then, tok/s ({length})"] = one["stream_tokens_s"][0]
     return found

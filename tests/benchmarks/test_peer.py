@@ -162,7 +162,7 @@ def test_each_level_has_requests_by_its_streams(monkeypatch: pytest.MonkeyPatch)
             for level in levels
         ]
 
-    monkeypatch.setattr(peer_load, "asked", answer)
+    monkeypatch.setattr(peer_load, "run_bench_serve", answer)
     given = argparse.Namespace(levels="1,8", prompts=64, answers=8, temperature="0", requests=2)
     found = peer_load.ask_streams("http://server", given)
     assert [words[words.index("--requests") + 1] for words in asked] == ["4", "16"]
