@@ -252,8 +252,19 @@ def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIO
     with ThreadPoolExecutor(WRITERS * len(devices)) as pool:
         [*pool.map(write_file, range(len(files)), files)]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    config = json.loads((demo.FOLDER / "config.json").read_text())
-    sizes = {
+    (folder / "config.json").write_text(json.dumps(make_settings(given.shape, layers, positions)))
+    checkpoint_texts(folder, vocab)
+    if devices[0].type == "cuda":
+        torch.cuda.empty_cache()
+    return folder
+
+
+def make_settings(shape: str, layers: int = 0, positions: int = POSITIONS) -> dict[str, Any]:
+    """Return config.json of a Qwen3 of a shape. layers: 0 for as many as the shape has."""
+    hidden, inner, own_layers, heads, kv_heads, width, vocab = SHAPES[shape]
+    layers = layers or own_layers
+    config: dict[str, Any] = json.loads((demo.FOLDER / "config.json").read_text())
+    return config | {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
@@ -266,11 +277,6 @@ def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIO
         "layer_types": ["full_attention"] * layers,
         "tie_word_embeddings": False,
     }
-    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
-    checkpoint_texts(folder, vocab)
-    if devices[0].type == "cuda":
-        torch.cuda.empty_cache()
-    return folder
 
 
 def checkpoint_texts(folder: Path, vocab: int) -> None:

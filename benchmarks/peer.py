@@ -26,15 +26,12 @@ same command once more, when our server finds what the first one kept. Another c
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -43,12 +40,12 @@ from benchmarks.agents_load import Workload, ask_in_turn, run_agents
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget
 from benchmarks.first_requests import SHAPES, checkpoint, checkpoint_texts
+from benchmarks.peer_load import ask_cold, ask_streams, parse_numbers
 from benchmarks.peer_servers import (
     DRAWN_MODULE,
     ROOT,
     Contender,
     listen,
-    measure_memory,
     serve_llama,
     serve_ours,
     serve_vllm,
@@ -64,48 +61,28 @@ PARTS = ("streams", "cold", "agents", "restart")
 HYBRID, HYBRID_LAYERS = "hybrid-27b", 64  # the shape whose weights are drawn, and the layers that it has
 
 
-def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
-    command = [sys.executable, "-m", "engine", "bench", "serve", "--url", url, "--json", *words]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: some requests failed, which the figures say
-        raise SystemExit(done.stderr[-2000:])
-    found: list[Mapping[str, Any]] = json.loads(done.stdout)["levels"]
-    return found
-
-
-def parse_numbers(words: str) -> tuple[int, ...]:
-    return tuple(map(int, words.split(",")))
-
-
 def measure_streams(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
     found = dict[str, float]()
-    levels = parse_numbers(given.levels)
-    rows = given.prompts + given.answers + MARGIN
-    with listen(server, max(levels), rows, home) as (url, found["ready, s"]):
-        words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts))
-        for one in asked(url, *words, "--answer-tokens", str(given.answers), "--temperature", given.temperature):
-            number = one["level"].partition(" ")[0]  # of "4 streams"
-            usual, _, late = one["inter_token_ms"]
-            level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
-            level["first token p50, ms"] = one["first_token_ms"][0]
-            found |= {f"{number}: {name}": value for name, value in level.items()}
-            found[f"{number}: unanswered"] = one["requests"] - one["answered"]
-        found["memory, MB"] = measure_memory()
-    with listen(server, max(levels), rows, home) as (_, found["ready again, s"]):
+    sequences, rows = max(parse_numbers(given.levels)), given.prompts + given.answers + MARGIN
+    with listen(server, sequences, rows, home) as (url, found["ready, s"]):
+        found |= ask_streams(url, given)
+    with listen(server, sequences, rows, home) as (_, found["ready again, s"]):
         pass
     return found
 
 
 def measure_cold(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
+    longest = max(parse_numbers(given.lengths)) + given.answers + MARGIN
+    with listen(server, given.slots, longest, home) as (url, _):
+        return ask_cold(url, given)
+
+
+def measure_once(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
+    """Measure the streams and the cold prompts of one server, which is started once."""
     found = dict[str, float]()
-    lengths = parse_numbers(given.lengths)
-    words = ("--requests", "3", "--answer-tokens", str(given.answers), "--temperature", given.temperature)
-    with listen(server, given.slots, max(lengths) + given.answers + MARGIN, home) as (url, _):
-        for length in lengths:
-            [one] = asked(url, *words, "--prompt-tokens", str(length))
-            found[f"first behind {length}, ms"] = one["first_token_ms"][0]
-            found[f"then, tok/s ({length})"] = one["stream_tokens_s"][0]
-    return found
+    longest = max(given.prompts, *parse_numbers(given.lengths)) + given.answers + MARGIN
+    with listen(server, max(parse_numbers(given.levels)), longest, home) as (url, found["ready, s"]):
+        return found | ask_streams(url, given) | ask_cold(url, given)
 
 
 def measure_agents(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
@@ -136,6 +113,14 @@ def measure_restart(server: Contender, home: Path, given: argparse.Namespace) ->
 
 
 MEASURES = {"streams": measure_streams, "cold": measure_cold, "agents": measure_agents, "restart": measure_restart}
+
+
+def name_subject(given: argparse.Namespace) -> str:
+    """Return the name of what is served. A file of a shape is named after the mix of types at the end of its name."""
+    if given.file is None:
+        return name_shape(given.shape)
+    _, _, mix = given.file.stem.rpartition("-")
+    return given.file.stem if given.shape == "demo" else f"{name_shape(given.shape)} in {mix}"
 
 
 def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
@@ -207,7 +192,8 @@ def list_stream_rows(given: argparse.Namespace) -> list[Row]:
         for what, unit, name in kinds
         for level in given.levels.split(",")
     ]
-    rows.append(("start", "ready, the same command again", "second", "s", "ready again, s"))
+    if not given.once:
+        rows.append(("start", "ready, the same command again", "second", "s", "ready again, s"))
     rows.append(("memory", "host memory", "served", "MB", "memory, MB"))
     return rows
 
@@ -279,6 +265,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--lengths", default="512,2048,7800")
     parser.add_argument("--prompts", type=int, default=256, help="tokens of the levels' prompts")
     parser.add_argument("--answers", type=int, default=64)
+    parser.add_argument(
+        "--requests", type=int, default=0, help="of each stream, at least 4 a level; default: 4, at least 8"
+    )
+    parser.add_argument("--once", action="store_true", help="start each server once, for the parts streams and cold")
     parser.add_argument("--temperature", default="0")
     parser.add_argument("--slots", type=int, default=2, help="of the server that is asked the lengths")
     parser.add_argument("--sessions", type=int, default=16, help="agents that begin together")
@@ -290,6 +280,8 @@ def parse_options() -> argparse.Namespace:
     given = parser.parse_args()
     if unknown := set(given.parts.split(",")) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS)}")
+    if given.once and set(given.parts.split(",")) != {"streams", "cold"}:
+        parser.error("--once: for --parts streams,cold")
     if given.shape == HYBRID and (given.llama or given.vllm or given.file):
         parser.error(f"--shape {HYBRID}: only our server draws its weights; without --llama, --vllm and --file")
     if given.vllm and given.file:
@@ -312,14 +304,14 @@ def main() -> None:
                 home = Path(scratch) / name
                 home.mkdir(exist_ok=True)
                 found = dict[str, float]()
-                for part in given.parts.split(","):
-                    found |= MEASURES[part](server, home, given)
+                for measure in [measure_once] if given.once else [MEASURES[part] for part in given.parts.split(",")]:
+                    found |= measure(server, home, given)
                 rounds[name].append(found)
                 print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
     medians = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
     first = next(iter(medians.values()))
     print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in first])
-    subject = given.file.stem if given.file else name_shape(given.shape)
+    subject = name_subject(given)
     device = "auto" if given.shape != "demo" else "cpu"
     raw = {"rounds": rounds, "versions": versions}
     publish(given, f"peer-{slug(subject)}", raw, make_figures(medians, subject, given), device)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -58,7 +58,9 @@ class Contender:
             return ""
         environment = {**os.environ, **self.environment}
         done = subprocess.run(self.version, check=False, capture_output=True, text=True, env=environment)
-        return next(iter((done.stdout + done.stderr).strip().splitlines()), "unknown")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        # llama.cpp lists devices before it.
+        return next((line for line in lines if line.startswith("version")), lines[0] if lines else "unknown")
 
 
 def serve_ours(
@@ -134,6 +136,11 @@ def listen(contender: Contender, sequences: int, rows: int, home: Path) -> Itera
                 process.wait()
 
 
+def listen_to(command: Sequence[str], folder: Path, home: Path) -> AbstractContextManager[tuple[str, float]]:
+    """Start a server of one command, as `listen` does. folder: that it runs in."""
+    return listen(Contender(lambda _, __: list(command), folder), 1, 0, home)
+
+
 def is_ready(client: httpx.Client, url: str) -> bool:
     try:
         return client.get(url + "/health").is_success and client.get(url + "/v1/models").is_success
@@ -143,8 +150,16 @@ def is_ready(client: httpx.Client, url: str) -> bool:
 
 def measure_memory() -> float:
     """Return the MB of everything that this process has started, each its share of pages in common."""
-    rolled = [Path(f"/proc/{child}/smaps_rollup").read_text() for child in list_children(os.getpid())]
-    return sum(int(re.findall(r"^Pss:\s+(\d+)", one, re.MULTILINE)[0]) for one in rolled) * 1024 / 1e6
+    return sum(map(measure_share, list_children(os.getpid()))) * 1024 / 1e6
+
+
+def measure_share(process: int) -> int:
+    """Return the KiB of a process. 0: it has ended meanwhile."""
+    try:
+        rolled = Path(f"/proc/{process}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(re.findall(r"^Pss:\s+(\d+)", rolled, re.MULTILINE)[0])
 
 
 def list_children(process: int) -> list[int]:

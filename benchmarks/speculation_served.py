@@ -26,7 +26,7 @@ import httpx
 from attrs import frozen
 
 from benchmarks.arguments import benchmark_parser
-from benchmarks.peer import ROOT, listening
+from benchmarks.peer_servers import ROOT, listen_to
 from benchmarks.results import Figure, publish
 from benchmarks.subjects import NAMES, prompts
 from benchmarks.tables import median, print_table
@@ -65,7 +65,7 @@ def streamed(client: httpx.Client, prompt: Tokens, seed: int, temperature: float
 def one_server(tree: Path, subject: str, asked: Sequence[Tokens], given: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "engine", "serve", given.model, "--disk-prefix-cache", "off", *given.options]
     found: dict[str, list[Streamed]] = {"off": [], "auto": []}
-    with tempfile.TemporaryDirectory() as home, listening(command, tree, given.home or Path(home)) as (url, _):
+    with tempfile.TemporaryDirectory() as home, listen_to(command, tree, given.home or Path(home)) as (url, _):
         client = httpx.Client(base_url=url, timeout=600)
         for number, prompt in enumerate(asked):
             for way in ("off", "auto") if number % 2 else ("auto", "off"):

@@ -29,7 +29,7 @@ from attrs import frozen
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.transfer.saver import UNPACED
 from benchmarks.arguments import benchmark_parser
-from benchmarks.peer import ROOT, listening
+from benchmarks.peer_servers import ROOT, listen_to
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.split_serve import settled
 from benchmarks.tables import median, print_table
@@ -201,7 +201,7 @@ def first_tokens(model: str, prompt: Tokens, times: int, tier: str) -> dict[str,
         for devices in PLANS:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             command = [sys.executable, "-m", "engine", "serve", model, "--target-devices", devices, *words]
-            url, _ = stack.enter_context(listening([*command, "--kv-cache-dir", str(home)], ROOT, home))
+            url, _ = stack.enter_context(listen_to([*command, "--kv-cache-dir", str(home)], ROOT, home))
             clients.append(stack.enter_context(httpx.Client(base_url=url, timeout=300)))
             asked(clients[-1], prompt)
             settled(clients[-1])

@@ -32,7 +32,7 @@ from adapters import demo
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint
-from benchmarks.peer import ROOT, listening
+from benchmarks.peer_servers import ROOT, listen_to
 from benchmarks.restart import prefill_ms
 from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import print_table
@@ -141,13 +141,13 @@ def served(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict
         "64",
     )
     command = [sys.executable, "-m", "engine", "serve", model, *words]
-    with listening(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
+    with listen_to(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
         print(f"{plan}: ready after {seconds:.1f} s", flush=True)
         found = {"ready, s": seconds, **figures(client, given)}
     for shard in found["shards"]:
         print(f"  {shard}")
     if "restart" in given.tiers:
-        with listening(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
+        with listen_to(command, ROOT, home) as (url, seconds), httpx.Client(base_url=url, timeout=300) as client:
             anew = {"ready again, s": seconds, **begun_anew(client, given)}
         found["said"].append(anew.pop("said"))
         found |= anew

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import peer
+from benchmarks import peer, peer_load
 from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
-from benchmarks.peer_servers import ROOT, VLLM_ENVIRONMENT, serve_llama, serve_ours, serve_vllm
+from benchmarks.peer_servers import (
+    ROOT,
+    VLLM_ENVIRONMENT,
+    measure_share,
+    serve_llama,
+    serve_ours,
+    serve_vllm,
+)
 from engine.tools.bench.bench_prompts import LoadPrompt
 from engine.tools.bench.load_client import Sample
 from tests.e2e.prepared import serving
@@ -62,7 +71,11 @@ def test_a_version_is_one_line_of_what_the_server_says() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--parts", "agents,soon"], "soon"), (["--vllm", "python", "--file", "m.gguf"], "safetensors")],
+    [
+        (["--parts", "agents,soon"], "soon"),
+        (["--vllm", "python", "--file", "m.gguf"], "safetensors"),
+        (["--once", "--parts", "streams"], "--once"),
+    ],
 )
 def test_mistakes_are_told_before_anything_is_started(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -129,3 +142,53 @@ def test_figures_compare_each_part_that_was_asked_for_with_the_peer() -> None:
     assert [figure.promise for figure in made] == ["agents"] * 5 + ["restart"] * 2
     missed = [figure.subject for figure in made if not figure.met]
     assert missed == ["8B shape, prompt tokens found"], "a share is better if it is higher, a time if it is lower"
+
+
+def test_each_level_has_requests_by_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[str, ...]]()
+
+    def answer(_: str, *words: str) -> list[dict[str, Any]]:
+        asked.append(words)
+        levels = words[words.index("--concurrency") + 1].split(",")
+        return [
+            {
+                "level": f"{level} streams",
+                "requests": 4,
+                "answered": 3,
+                "tokens_s": 10.0,
+                "inter_token_ms": [1, 2, 3],
+                "first_token_ms": [5, 6, 7],
+            }
+            for level in levels
+        ]
+
+    monkeypatch.setattr(peer_load, "run_bench_serve", answer)
+    given = argparse.Namespace(levels="1,8", prompts=64, answers=8, temperature="0", requests=2)
+    found = peer_load.ask_streams("http://server", given)
+    assert [words[words.index("--requests") + 1] for words in asked] == ["4", "16"]
+    assert found["8: unanswered"] == 1
+    assert found["1: first token p50, ms"] == 5
+    peer_load.ask_streams("http://server", argparse.Namespace(**{**vars(given), "requests": 0}))
+    assert "--requests" not in asked[2]
+    assert asked[2][-1] == "1,8"
+
+
+def test_a_file_of_a_shape_is_named_after_its_mix() -> None:
+    file = Path("/models/8b-Q4_K_M.gguf")
+    assert peer.name_subject(argparse.Namespace(file=file, shape="8b")) == "8B shape in Q4_K_M"
+    assert peer.name_subject(argparse.Namespace(file=file, shape="demo")) == "8b-Q4_K_M"
+    assert peer.name_subject(argparse.Namespace(file=None, shape="8b")) == "8B shape"
+
+
+def test_a_server_that_is_started_once_has_no_second_start() -> None:
+    given = argparse.Namespace(levels="1", prompts=64, once=True)
+    assert not any(promise == "start" for promise, *_ in peer.list_stream_rows(given))
+    given.once = False
+    assert any(promise == "start" for promise, *_ in peer.list_stream_rows(given))
+
+
+def test_the_memory_of_a_process_that_ended_is_nothing() -> None:
+    assert measure_share(os.getpid()) > 1000
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    assert measure_share(ended.pid) == 0

@@ -25,7 +25,14 @@ from benchmarks.results import (
 )
 
 FOLDER = Path(results.__file__).parent
-TOOLS = {"report", "chart", "screenshots", "text_server", "widened"}  # these make something, and measure nothing
+TOOLS = {
+    "report",
+    "chart",
+    "screenshots",
+    "text_server",
+    "widened",
+    "packed_files",
+}  # these make something, and measure nothing
 RUN = """
 import runpy, sys
 from pathlib import Path

@@ -1,0 +1,63 @@
+"""What `benchmarks.peer` asks of a server that runs: levels of streams, and cold prompts of several lengths."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.peer_servers import ROOT, measure_memory
+
+FEWEST_REQUESTS = 4  # of a level, where --requests is given
+
+
+def run_bench_serve(url: str, *words: str) -> list[Mapping[str, Any]]:
+    command = [sys.executable, "-m", "engine", "bench", "serve", "--url", url, "--json", *words]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode not in (0, 1):  # 1: some requests failed, which the figures say
+        raise SystemExit(done.stderr[-2000:])
+    found: list[Mapping[str, Any]] = json.loads(done.stdout)["levels"]
+    return found
+
+
+def parse_numbers(words: str) -> tuple[int, ...]:
+    return tuple(map(int, words.split(",")))
+
+
+def ask_streams(url: str, given: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of all levels, of a server that runs."""
+    found = dict[str, float]()
+    words = ["--prompt-tokens", str(given.prompts), "--answer-tokens", str(given.answers)]
+    words += ["--temperature", given.temperature]
+    if given.requests:
+        for level in parse_numbers(given.levels):
+            number = max(FEWEST_REQUESTS, given.requests * level)
+            found |= read_levels(run_bench_serve(url, *words, "--concurrency", str(level), "--requests", str(number)))
+    else:
+        found |= read_levels(run_bench_serve(url, *words, "--concurrency", given.levels))
+    return found | {"memory, MB": measure_memory()}
+
+
+def read_levels(levels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    found = dict[str, float]()
+    for one in levels:
+        number = one["level"].partition(" ")[0]  # of "4 streams"
+        usual, _, late = one["inter_token_ms"]
+        level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
+        level["first token p50, ms"] = one["first_token_ms"][0]
+        found |= {f"{number}: {name}": value for name, value in level.items()}
+        found[f"{number}: unanswered"] = one["requests"] - one["answered"]
+    return found
+
+
+def ask_cold(url: str, given: argparse.Namespace) -> dict[str, float]:
+    found = dict[str, float]()
+    words = ("--requests", "3", "--answer-tokens", str(given.answers), "--temperature", given.temperature)
+    for length in parse_numbers(given.lengths):
+        [one] = run_bench_serve(url, *words, "--prompt-tokens", str(length))
+        found[f"first behind {length}, ms"] = one["first_token_ms"][0]
+        found[f"then, tok/s ({length})"] = one["stream_tokens_s"][0]
+    return found
