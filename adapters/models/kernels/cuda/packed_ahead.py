@@ -10,9 +10,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from adapters.models.kernels.cuda.descriptors import launch_options, shared_layout
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed
+from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_wide
 from adapters.models.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
+WIDE_BYTES = 128 << 10  # of shared memory for rows of x in products of many rows
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
@@ -72,6 +73,20 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     grid = (count_parts(weight.outputs, tile.outputs), count_parts(len(x), AHEAD_ROWS))
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
+
+
+def multiply_wide_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
+    """Multiply many rows with a weight that is unpacked in registers."""
+    form = weight.block_form
+    in_pieces = weight.pieces > 1
+    rows = 64 if len(x) <= 64 else 128 if in_pieces or len(x) <= 128 else 256
+    stages = WIDE_BYTES // (rows * form.block * x.element_size())
+    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, 128),)
+    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
+    constants = {"STAGES": stages, "GROUP": 8, "FORM": form, "GATED": gated, "IN_PIECES": in_pieces}
+    descriptor = describe_blocks(x, rows, form.block)
+    options = launch_options(4, pdl)
+    launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
 
 
 def _describe_rows(x: Tensor, pieces: int, columns: int) -> TensorDescriptor:
