@@ -130,17 +130,18 @@ def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, la
         assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
 
 
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
 @pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
-    """Columns of 768 leave pieces without any."""
+    """Columns of 768 leave pieces without any, and 1,120 are no whole number of blocks."""
     monkeypatch.setattr(triton_packed, "FEW", few)
-    for columns in (768, 1152):
+    for columns in (768, 1120):
         packed, numbers = pack(layout, 136, columns // layout.span * layout.span)
         x = make_x(133, packed.columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
         out = torch.full((133, 136), float("nan"), dtype=BF16)
-        triton_ahead.multiply_wide_ahead(x, packed, out, gated=0, pdl=True)
+        triton_ahead.multiply_wide_ahead(x, packed, out, 132, gated=0, pdl=True)
         assert torch.equal(out, expected), columns
 
 

@@ -138,7 +138,6 @@ def packed_wide(
     GATED: gl.constexpr,
     IN_PIECES: gl.constexpr,
     PDL: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for many rows. blocks: of a row of w. each: blocks of a piece. stride: from
     one row of out to the next.
