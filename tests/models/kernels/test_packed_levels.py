@@ -147,6 +147,30 @@ def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: 
     assert not triton_ahead.comes_ahead(8, many, torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "pieces", "chain"),
+    [("Q4_K", 12288, 1024, 1024), ("AWQ", 4096, 1024, 1024), ("FP8", 4096, 256, 128), ("FP8", 12288, 0, 128)],
+)
+def test_many_rows_are_multiplied_with_registers_while_that_was_quicker(name, columns, pieces, chain) -> None:
+    packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
+    few = evolve(packed, columns=columns)
+    many = evolve(few, outputs=triton_packed.FEW)
+    for weight, most in ((few, pieces), (many, chain)):
+        counts = (65, 128, 129, 256, 257, 1024, 1025)
+        found = [triton_ahead.is_unpacked_in_registers(count, weight, torch.bfloat16) for count in counts]
+        assert found == [count <= most for count in counts]
+        assert not triton_ahead.is_unpacked_in_registers(65, weight, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "count", "rows"),
+    [(4096, 256, 64), (4096, 512, 128), (6144, 128, 64), (6144, 256, 128), (24576, 256, 128), (24576, 512, 256)],
+)
+def test_tiles_of_many_rows_are_small_while_there_are_too_few_programs(outputs, count, rows) -> None:
+    packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS["Q4_K"], "w"), CPU, converts_e4m3=True)
+    assert triton_ahead.choose_wide_rows(count, evolve(packed, outputs=outputs), 132) == rows
+
+
 @pytest.mark.parametrize(("outputs", "registers"), [(4096, 128), (6144, 80), (8192, 128), (12288, 80)])
 def test_three_programs_share_a_processor_where_two_would_leave_another_round(outputs: int, registers: int) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 1024), LAYOUTS["Q4_K"], "w"), CPU, converts_e4m3=True)

@@ -33,8 +33,11 @@ pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
-LAUNCHERS = {f"{ROOM}.packed": triton_packed, f"{ROOM}.hopper.hopper_packed": triton_ahead}
-LAUNCHERS[f"{ROOM}.packed_groups"] = triton_groups
+LAUNCHERS = (
+    (triton_packed, ("packed",)),
+    (triton_ahead, ("hopper.hopper_packed", "hopper.hopper_packed_wide")),
+    (triton_groups, ("packed_groups",)),
+)
 
 
 def convert(value: Any, forms: Any) -> Any:
@@ -53,11 +56,11 @@ def convert(value: Any, forms: Any) -> Any:
 def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches run on the machine. Return the names of kernels that ran."""
     forms, ran = load_kernels(f"{ROOM}.packed_levels"), list[str]()
-    for name, launcher in LAUNCHERS.items():
-        module = load_kernels(name)
+    for launcher, names in LAUNCHERS:
+        found = {key: one for name in names for key, one in vars(load_kernels(f"{ROOM}.{name}")).items()}
 
-        def run(kernel: Any, grid: tuple[int, ...], *args: Any, module: Any = module, **options: Any) -> None:
-            body = getattr(module, kernel.fn.__name__)
+        def run(kernel: Any, grid: tuple[int, ...], *args: Any, found: Any = found, **options: Any) -> None:
+            body = found[kernel.fn.__name__]
             ran.append(kernel.fn.__name__)
             parameters = inspect.signature(body).parameters
             kept = {key: convert(one, forms) for key, one in options.items() if key in parameters}
@@ -125,6 +128,21 @@ def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, la
         out = torch.full((5, 72), float("nan"), dtype=BF16)
         triton_ahead.multiply_ahead(x, packed, out, gated=False, pdl=True)
         assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
+
+
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
+@pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
+    """Columns of 768 leave pieces without any, and 1,120 are no whole number of blocks."""
+    monkeypatch.setattr(triton_packed, "FEW", few)
+    for columns in (768, 1120):
+        packed, numbers = pack(layout, 136, columns // layout.span * layout.span)
+        x = make_x(133, packed.columns)
+        expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+        out = torch.full((133, 136), float("nan"), dtype=BF16)
+        triton_ahead.multiply_wide_ahead(x, packed, out, 132, gated=0, pdl=True)
+        assert torch.equal(out, expected), columns
 
 
 @in_turns("layout", "pairs", full=1, one_in=2)

@@ -1,8 +1,8 @@
 """Packed weights on CUDA: which stay packed, how they lie on the device, and how they are multiplied.
 
 Few rows are multiplied by kernels that unpack in registers. For many rows it is cheaper to unpack a part of the
-weight once and to multiply with that. The memory of the part is reused for the next one. Both ways add up columns in
-the same pieces, in the same order.
+weight once and to multiply with that. The memory of the part is reused for the next one. On Hopper, some formats are
+unpacked in registers there, too. All ways add up columns in the same pieces, in the same order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.activations import GATES
+from adapters.models.kernels.cuda import packed_ahead
 from adapters.models.kernels.cuda.descriptors import launch_options
-from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
@@ -165,8 +165,8 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
-            elif self.hopper and comes_ahead(len(x), part, x.dtype):
-                multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
+            elif self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
+                packed_ahead.multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
                 tile = choose_packed_tile(len(x), part, self.processors, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
@@ -176,6 +176,9 @@ class CudaPacking:
         return out
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
+        if self.hopper and packed_ahead.is_unpacked_in_registers(len(x), weight, x.dtype):
+            packed_ahead.multiply_wide_ahead(x, weight, out, self.processors, gated=gated, pdl=self.pdl)
+            return
         assert self._scratch is not None
         share = 2 if gated else 1
         piece = weight.piece if weight.pieces > 1 else 0

@@ -1,4 +1,4 @@
-"""Products of few rows with packed weights on Hopper: which weights and tiles they are for, and their launches."""
+"""Products with packed weights in kernels of Hopper: which weights and tiles they are for, and their launches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from adapters.models.kernels.cuda.descriptors import launch_options, shared_layout
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed
+from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_wide
 from adapters.models.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
+_WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
+_WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
+_WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
+_WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
@@ -72,6 +76,45 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     grid = (count_parts(weight.outputs, tile.outputs), count_parts(len(x), AHEAD_ROWS))
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
+
+
+def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
+    """Return whether products of so many rows, more than `NARROW_PACKED`, are quicker with a weight that is unpacked in
+    registers than with one that has been unpacked to memory. Only formats that were measured are.
+    """
+    chain, pieces = _WIDE_ROWS.get(weight.layout.steps, (0, 0))
+    if weight.pieces == 1:
+        most = chain
+    else:
+        most = 0 if weight.layout.steps == "e4m3" and weight.columns > _WIDE_COLUMNS else pieces
+    return dtype == torch.bfloat16 and count <= most
+
+
+def choose_wide_rows(count: int, weight: CudaPackedMatrix, processors: int) -> int:
+    """Choose the rows of x of a tile. With pieces a program has two sums of each element, so its tile is smaller."""
+    if weight.pieces == 1:
+        return 128 if count <= 256 else 256
+    return 64 if count_parts(count, 64) * count_parts(weight.outputs, _WIDE_OUTPUTS) <= processors else 128
+
+
+def multiply_wide_ahead(
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
+) -> None:
+    """Multiply many rows with a weight that is unpacked in registers. processors: of the device."""
+    form = weight.block_form
+    rows = choose_wide_rows(len(x), weight, processors)
+    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
+    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
+    constants = {
+        "STAGES": _WIDE_BYTES // (rows * form.block * x.element_size()),
+        "GROUP": 8,
+        "FORM": form,
+        "GATED": gated,
+        "IN_PIECES": weight.pieces > 1,
+    }
+    descriptor = describe_blocks(x, rows, form.block)
+    options = launch_options(4, pdl)
+    launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
 
 
 def _describe_rows(x: Tensor, pieces: int, columns: int) -> TensorDescriptor:
