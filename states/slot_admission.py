@@ -26,6 +26,7 @@ from attrs import evolve, frozen
 
 from effects.ids import CheckpointId, RequestId, SlotId, Tokens
 from effects.job import Job
+from effects.prefill import RunPrefill
 from states import followers, pages, policy
 from states.checkpoints import hand_over, mark_used
 from states.events import Admitted
@@ -70,11 +71,15 @@ def is_queue_full(slots: Slots, settings: Settings) -> bool:
 
 
 def admit_next(
-    slots: Slots, requests: Mapping[RequestId, State], context: DecisionContext
+    slots: Slots,
+    requests: Mapping[RequestId, State],
+    launched: Mapping[RequestId, RunPrefill],
+    context: DecisionContext,
 ) -> tuple[Slots, tuple[RequestId, Admitted] | None]:
     """Give the next waiting request a slot; None: no request waits, no slot is free, or pages are short.
 
-    Requests that would be next, but do better to follow another one, are noted in `Slots.follows`.
+    Requests that would be next, but do better to follow another one, are noted in `Slots.follows`. launched: the
+    prefills that run.
     """
     if not slots.waiting:
         return slots, None
@@ -84,7 +89,7 @@ def admit_next(
         if request in slots.short_of_pages:
             return slots, None
         start = find_best_start(slots, free, request, requests, context.settings)
-        follow = followers.choose_leader(slots, request, start.state_rows, requests, context)
+        follow = followers.choose_leader(slots, request, start.state_rows, requests, launched, context)
         if follow is None:
             return give_slot(slots, start, requests, context.settings)
         slots = evolve(slots, follows={**slots.follows, request: follow})
