@@ -477,9 +477,9 @@ class Simulator:
                 self.launched[lane] = self.launched.get(lane, set()) | {
                     effect_request.request for effect_request in effect_requests
                 }
-                prefill = effect_requests[-1].effect  # behind decode steps, if there are any
-                if isinstance(prefill, RunPrefill) and prefill.device_checkpoint is not None:
-                    self.checkpoints[prefill.device_checkpoint] = self.clients[effect_requests[-1].request].job.salt
+                for one in effect_requests:
+                    if isinstance(one.effect, RunPrefill) and one.effect.device_checkpoint is not None:
+                        self.checkpoints[one.effect.device_checkpoint] = self.clients[one.request].job.salt
                 self.entering.append(out)
             case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
