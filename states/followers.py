@@ -86,8 +86,9 @@ def choose_leader(
     request: RequestId,
     own_rows: int,
     requests: Mapping[RequestId, State],
-    launched: Mapping[RequestId, RunPrefill],
     context: DecisionContext,
+    *,
+    launched: Mapping[RequestId, RunPrefill],
 ) -> Follow | None:
     """Choose the request that a waiting one follows; None: it does not pay to wait, or there is no such request.
 
@@ -110,7 +111,7 @@ def choose_leader(
         if slot.holder is None or not can_share_rows(slot, requests, prompt.job):
             continue
         running = launched.get(slot.holder)
-        leader = measure_leader(slot.holder, requests[slot.holder], running, prompt, own_rows, context)
+        leader = measure_leader(slot.holder, requests[slot.holder], prompt, own_rows, context, launched=running)
         if leader is None or leader.common_rows <= leader.valid_rows:
             continue
         if not is_shortened(prompt, leader.common_rows, context):
@@ -148,10 +149,11 @@ def estimate_cost(rates: Rates, start: int, stop: int) -> int:
 def measure_leader(
     request: RequestId,
     state: State,
-    launched: RunPrefill | None,
     prompt: Prompt,
     own_rows: int,
     context: DecisionContext,
+    *,
+    launched: RunPrefill | None,
 ) -> Leader | None:
     """Return the request as the leader of a prompt that has `own_rows` rows without it. launched: its running prefill.
 

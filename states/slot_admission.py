@@ -89,7 +89,7 @@ def admit_next(
         if request in slots.short_of_pages:
             return slots, None
         start = find_best_start(slots, free, request, requests, context.settings)
-        follow = followers.choose_leader(slots, request, start.state_rows, requests, launched, context)
+        follow = followers.choose_leader(slots, request, start.state_rows, requests, context, launched=launched)
         if follow is None:
             return give_slot(slots, start, requests, context.settings)
         slots = evolve(slots, follows={**slots.follows, request: follow})

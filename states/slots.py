@@ -211,7 +211,8 @@ def assign_checkpoint(
 ) -> tuple[Slots, EffectRequest]:
     """Choose the checkpoint that keeps the positional state after a chunk which is about to be launched.
 
-    taken: checkpoints of chunks that run. The checkpoint is empty until the chunk is computed. No checkpoint is assigned in three cases:
+    taken: checkpoints of chunks that run. The checkpoint is empty until the chunk is computed. No checkpoint is
+    assigned in three cases:
 
     * the state after this chunk is not to be kept (`scope.find_next_mark`);
     * all checkpoints of the device are worth more;

@@ -63,6 +63,7 @@ def follow(
     prompt: Tokens = SECOND,
     settings: Settings = ROOMY,
     rates: Rates | None = None,
+    *,
     launched: RunPrefill | None = None,
 ) -> Follow | None:
     """Return the leader of request ONE, which waits with this prompt, while request TWO is in this state.
@@ -72,7 +73,9 @@ def follow(
     running = {} if launched is None else {TWO: launched}
     requests = {**waiting_for(a_job(prompt=prompt)), TWO: state}
     context = DecisionContext(settings, rates or Rates())
-    return followers.choose_leader(a_house(Slot(holder=TWO), Slot()), ONE, own_rows, requests, running, context)
+    return followers.choose_leader(
+        a_house(Slot(holder=TWO), Slot()), ONE, own_rows, requests, context, launched=running
+    )
 
 
 def rows_of(found: Follow | None) -> int | None:
@@ -114,15 +117,15 @@ def test_what_would_be_compressed_neither_leads_nor_follows() -> None:
     leader = some(job=a_job(prompt=FIRST, compression=never), prompt=FIRST)
     requests = {TWO: a(LookingUp, leader), ONE: a_waiting(a_job(prompt=SECOND, compression=never))}
     house, context = a_house(Slot(holder=TWO), Slot()), DecisionContext(scorer)
-    assert followers.choose_leader(house, ONE, 0, requests, {}, context) is not None
+    assert followers.choose_leader(house, ONE, 0, requests, context, launched={}) is not None
     undecided = {**requests, ONE: a_waiting(a_job(prompt=SECOND, compression=perhaps))}
-    assert followers.choose_leader(house, ONE, 0, undecided, {}, context) is None
+    assert followers.choose_leader(house, ONE, 0, undecided, context, launched={}) is None
     undecided = {**requests, TWO: a(LookingUp, evolve(leader, job=a_job(prompt=FIRST, compression=perhaps)))}
-    assert followers.choose_leader(house, ONE, 0, undecided, {}, context) is None
+    assert followers.choose_leader(house, ONE, 0, undecided, context, launched={}) is None
     decided = {**requests, TWO: a(Prefilling, evolve(leader, job=a_job(prompt=FIRST, compression=perhaps)))}
-    assert followers.choose_leader(house, ONE, 0, decided, {}, context) is not None
+    assert followers.choose_leader(house, ONE, 0, decided, context, launched={}) is not None
     only_long = {**requests, ONE: a_waiting(a_job(prompt=SECOND, compression=Compression("auto", threshold=12)))}
-    assert followers.choose_leader(house, ONE, 0, only_long, {}, context) is not None
+    assert followers.choose_leader(house, ONE, 0, only_long, context, launched={}) is not None
 
 
 def test_waiting_has_a_price_and_so_has_computing() -> None:

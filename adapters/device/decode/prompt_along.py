@@ -97,9 +97,9 @@ class PlaceAlong:
     def begin(self, effect_request: EffectRequest) -> list[tuple[RequestId, Outcome]]:
         """Let a prompt go along from the next step on that has room. Return its failure if it cannot, else nothing.
 
-        A second prompt whose state the step cannot move, or rows that cannot share a forward, are a bug: the core asks for neither
-        (`may_go_along` and `has_room_along` of `states/lane.py`). So such a prompt fails and is not computed by itself,
-        which would hide the bug.
+        A second prompt whose state the step cannot move, or rows that cannot share a forward, are a bug: the core asks
+        for neither (`may_go_along` and `has_room_along` of `states/lane.py`). So such a prompt fails and is not
+        computed by itself, which would hide the bug.
         """
         effect = effect_request.effect
         assert isinstance(effect, RunPrefill), effect_request
