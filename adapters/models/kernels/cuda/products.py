@@ -61,22 +61,18 @@ class CudaProducts:
         columns = cut.columns
         tile = cut.tile
         x_desc = x.contiguous() if self.plain else TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-        w_desc = w if self.plain else TensorDescriptor.from_tensor(w, [tile.columns - tile.rest, tile.depth])
-        rest_desc = w_desc
-        if tile.rest and not self.plain:
-            rest_desc = TensorDescriptor.from_tensor(w, [tile.rest, tile.depth])
+        w_desc = w if self.plain else TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns - tile.rest, "BLOCK_K": tile.depth}
-        shape["STAGES"] = tile.stages
+        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
         options = launch_options(tile.warps, self.pdl) | {"GATED": gated, "PRECISION": precision, "PLAIN": self.plain}
         sizes = (count, columns, depth, out.stride(0))
         if count <= NARROW and not piece:
             grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
             launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
-            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0, "REST": tile.rest}
+            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0}
             grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
-            launch(linear.linear_wide, grid, x_desc, w_desc, rest_desc, out, piece, *sizes, **shape, **options)
+            launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
 
     def _multiply_pieces_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int) -> None:
         (count, depth) = x.shape

@@ -55,8 +55,7 @@ class Tile:
     """The part of a product that one program computes, `rows` x `columns` of the result, and how it does so.
 
     depth: terms of each sum that one step of the program's loop adds. warps: of 32 threads. stages: steps whose
-    operands are in shared memory or on their way there. rest: the last columns, of all, which are multiplied in a block
-    of their own, because a block has a power of two of them.
+    operands are in shared memory or on their way there.
     """
 
     rows: int
@@ -64,7 +63,6 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    rest: int = 0
 
 
 @frozen

@@ -108,7 +108,6 @@ def linear_narrow(
 def linear_wide(
     x_desc,
     w_desc,
-    rest_desc,
     out_ptr,
     piece,
     rows,
@@ -117,7 +116,6 @@ def linear_wide(
     stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    REST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -130,29 +128,20 @@ def linear_wide(
     """Compute out[rows, columns] = x @ w.T for many rows. Arithmetic is the limit; groups of row tiles share weights
     in L2.
 
-    IN_PIECES: every `piece` columns, a multiple of BLOCK_K, are a chain of their own, as in `packed`. REST: columns of
-    a tile behind its first BLOCK_N, as both are powers of two; rest_desc loads their weights.
+    IN_PIECES: every `piece` columns, a multiple of BLOCK_K, are a chain of their own, as in `packed`.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row_tiles = tl.cdiv(rows, BLOCK_M)
-    column_tiles = tl.cdiv(columns, BLOCK_N + REST)
+    column_tiles = tl.cdiv(columns, BLOCK_N)
     program = tl.program_id(0)
     group = program // (GROUP * column_tiles)
     height = min(row_tiles - group * GROUP, GROUP)
     m0 = (group * GROUP + (program % (GROUP * column_tiles)) % height) * BLOCK_M
-    n0 = (program % (GROUP * column_tiles)) // height * (BLOCK_N + REST)
+    n0 = (program % (GROUP * column_tiles)) // height * BLOCK_N
     if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if REST:
-        rest = tl.zeros((BLOCK_M, REST), tl.float32)
-        for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            x = load_tile(x_desc, m0, k, rows, depth, BLOCK_M, BLOCK_K, PLAIN)
-            w = load_tile(w_desc, n0, k, columns, depth, BLOCK_N, BLOCK_K, PLAIN)
-            more = load_tile(rest_desc, n0 + BLOCK_N, k, columns, depth, REST, BLOCK_K, PLAIN)
-            acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
-            rest = tl.dot(x, more.T, rest, input_precision=PRECISION)
-    elif IN_PIECES:
+    if IN_PIECES:
         for first in range(0, depth, piece):
             part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in tl.range(first, tl.minimum(first + piece, depth), BLOCK_K, num_stages=STAGES):
@@ -179,7 +168,3 @@ def linear_wide(
         out = acc.to(dtype)
     at = m.to(tl.int64)[:, None] * stride + n[None, :]
     tl.store(out_ptr + at, out, mask=(m < rows)[:, None] & (n < width)[None, :])
-    if REST:
-        n = n0 + BLOCK_N + tl.arange(0, REST)
-        at = m.to(tl.int64)[:, None] * stride + n[None, :]
-        tl.store(out_ptr + at, rest.to(dtype), mask=(m < rows)[:, None] & (n < columns)[None, :])
