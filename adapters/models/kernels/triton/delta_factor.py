@@ -16,42 +16,10 @@ FIELDS = tl.constexpr(8)  # of a chunk in the plan: first row, rows, slot, base,
 
 
 @triton.jit
-def _split_in_two(x):
-    """x, float32, as a sum of two bfloat16 tensors, the larger first.
-
-    A program splits several hundred numbers a thread. One instruction converts two of them. Of numbers that are needed
-    again in float32, Triton converts each by an instruction of its own, which takes longer.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 low, high;
-            .reg .f32 first, second;
-            cvt.rn.bf16x2.f32 $0, $3, $2;
-            shl.b32 low, $0, 16;
-            and.b32 high, $0, 0xffff0000;
-            mov.b32 first, low;
-            mov.b32 second, high;
-            sub.rn.f32 first, $2, first;
-            sub.rn.f32 second, $3, second;
-            cvt.rn.bf16x2.f32 $1, second, first;
-        }
-        """,
-        "=r,=r,f,f",
-        [x],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def _split(x, PARTS: tl.constexpr):
     """x as a sum of PARTS bfloat16 tensors, the largest first; one part: x is bfloat16 as it is."""
     if PARTS == 1:
         parts = (x.to(tl.bfloat16),)
-    elif PARTS == 2:
-        parts = _split_in_two(x.to(tl.float32))
     else:
         rest = x.to(tl.float32)
         parts = ()
