@@ -71,11 +71,39 @@ def test_a_head_in_common_is_computed_once(tmp_path: Path, model: str, leader_le
     assert main(["replay", str(trace)]) == 0
 
 
+@pytest.mark.parametrize(("model", "length"), [("demo", HEAD + TAIL), ("demo-hybrid", 200)], ids=["demo", "hybrid"])
 @pytest.mark.timeout(120)
-def test_several_answers_to_one_prompt_compute_it_once() -> None:
+def test_several_answers_to_one_prompt_compute_it_once(model: str, length: int) -> None:
+    """The prompt of the hybrid is one chunk, at whose end its state is kept."""
     (body, *_) = make_bodies(3)
-    with serving("--slots", "8") as running:
+    body["prompt"] = body["prompt"][:length]
+    with serving(model, "--slots", "8") as running:
         together = complete(running, {**body, "n": 4, "temperature": 0.9})
         followed = [job["prefix_cache"]["followed"] for job in together["rekindle"]["jobs"]]
         assert followed[0] == 0, "the first one leads"
-        assert all(tokens >= HEAD for tokens in followed[1:]), followed
+        assert all(tokens >= length - 64 for tokens in followed[1:]), followed
+
+
+@pytest.mark.timeout(120)
+def test_a_hybrid_shares_a_head_that_is_shorter_than_a_chunk(tmp_path: Path) -> None:
+    """The first chunks keep the lane busy, so the prefill of a leader waits and can be cut where the head ends."""
+    draw = random.Random(5)
+    head = [draw.randrange(200, 4000) for _ in range(150)]
+    tails = [[draw.randrange(200, 4000) for _ in range(50)] for _ in range(4)]
+    bodies = [
+        {"prompt": [*head, *tail], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        for tail in tails
+    ]
+    before = {**bodies[0], "prompt": [draw.randrange(200, 4000) for _ in range(1800)], "max_tokens": 1}
+    trace = tmp_path / "short.jsonl"
+    with serving("demo-hybrid", "--slots", "8", "--trace", str(trace)) as running, ThreadPoolExecutor(5) as clients:
+        busy = clients.submit(complete, running, before)
+        time.sleep(0.05)
+        together = list(clients.map(lambda body: complete(running, body), bodies))
+        busy.result()
+        followed = [one["rekindle"]["prefix_cache"]["followed"] for one in together]
+        assert sum(tokens == 128 for tokens in followed) >= 2, followed
+        alone = [complete_alone(running, body, number) for number, body in enumerate(bodies)]
+        assert [one["choices"] for one in together] == alone
+        assert running.stop() == 0
+    assert main(["replay", str(trace)]) == 0
