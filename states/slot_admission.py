@@ -155,12 +155,12 @@ def give_slot(
     shared = start.shared
     state_rows = start.state_rows
     device_checkpoint = start.device_checkpoint
+    checkpoint_owner = None if device_checkpoint is None else slots.checkpoints[device_checkpoint].slot
     # With a store, rows beyond the state stay as well: the lookup may find the state after them.
     keep = shared[source] if settings.store else state_rows
     target = source if keep and source in start.overwritable else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
-        checkpoint_owner = None if device_checkpoint is None else slots.checkpoints[device_checkpoint].slot
         wanted = (target, source if keep else target, keep, checkpoint_owner)
         placement = find_pages_for(slots, job, wanted, requests, settings)
         if placement is None:
@@ -186,7 +186,9 @@ def give_slot(
     state_rows = state_rows if settings.stateful else 0
     follow = slots.follows.get(request)
     followed: Followed | None = None
-    if keep and follow is not None and slots.slots[source].holder == follow.leader:
+    # The rows may be those of another slot that has them as well, and only the state the leader's.
+    given = {slots.slots[number].holder for number in (source, checkpoint_owner) if number is not None}
+    if keep and follow is not None and follow.leader in given:
         followed = Followed(min(keep, follow.awaited_rows), follow.waiting_ns, follow.computing_ns)
     admitted = Admitted(
         SlotId(target), SlotId(source if keep else target), keep, state_rows, device_checkpoint, followed

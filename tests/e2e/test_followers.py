@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from benchmarks.exactness import Answered, answered
+from effects.job import Job, Sampling
+from effects.scope import Scope
 from engine.__main__ import main
+from engine.loading.background_load import load_target
+from engine.loading.load_target import LoadedModel
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 
@@ -85,25 +94,28 @@ def test_several_answers_to_one_prompt_compute_it_once(model: str, length: int) 
 
 
 @pytest.mark.timeout(120)
-def test_a_hybrid_shares_a_head_that_is_shorter_than_a_chunk(tmp_path: Path) -> None:
-    """The first chunks keep the lane busy, so the prefill of a leader waits and can be cut where the head ends."""
+async def test_a_hybrid_shares_a_head_that_is_shorter_than_a_chunk() -> None:
+    """The first chunk passes the end of the head before the others are known. The second prompt is cut there."""
     draw = random.Random(5)
     head = [draw.randrange(200, 4000) for _ in range(150)]
-    tails = [[draw.randrange(200, 4000) for _ in range(50)] for _ in range(4)]
-    bodies = [
-        {"prompt": [*head, *tail], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-        for tail in tails
-    ]
-    before = {**bodies[0], "prompt": [draw.randrange(200, 4000) for _ in range(1800)], "max_tokens": 1}
-    trace = tmp_path / "short.jsonl"
-    with serving("demo-hybrid", "--slots", "8", "--trace", str(trace)) as running, ThreadPoolExecutor(5) as clients:
-        busy = clients.submit(complete, running, before)
-        time.sleep(0.05)
-        together = list(clients.map(lambda body: complete(running, body), bodies))
-        busy.result()
-        followed = [one["rekindle"]["prefix_cache"]["followed"] for one in together]
-        assert sum(tokens == 128 for tokens in followed) >= 2, followed
-        alone = [complete_alone(running, body, number) for number, body in enumerate(bodies)]
-        assert [one["choices"] for one in together] == alone
-        assert running.stop() == 0
-    assert main(["replay", str(trace)]) == 0
+    prompts = [(*head, *(draw.randrange(200, 4000) for _ in range(50))) for _ in range(4)]
+    jobs = [Job(prompt, 6, Sampling(logprobs=1), scope=Scope("off")) for prompt in prompts]
+    target = await load_target(build_options(model="demo-hybrid", draft="none", slots=6, disk_prefix_cache="off"))
+    alone = [(await answer_together(target, [job]))[0] for job in jobs]
+    together = await answer_together(target, jobs)
+    assert [one.report.followed_tokens for one in together if one.report is not None] == [0, 0, 128, 128]
+    assert [(one.tokens, one.logprobs) for one in together] == [(one.tokens, one.logprobs) for one in alone]
+    await target.close()
+
+
+async def answer_together(target: LoadedModel, jobs: Sequence[Job]) -> list[Answered]:
+    """Answer jobs that are submitted at the same moment, in a world of their own without a store."""
+    found = [Answered()] * len(jobs)
+
+    async def answer_one(running: Engine, number: int) -> None:
+        found[number] = await answered(running, jobs[number])
+
+    async with run_engine(target.settings, target.executor) as running, anyio.create_task_group() as tasks:
+        for number in range(len(jobs)):
+            tasks.start_soon(answer_one, running, number)
+    return found
