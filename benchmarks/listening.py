@@ -34,8 +34,11 @@ class Listening:
             return self.last[1]
 
         def kept(step: Step, staying: Sequence[Kept]) -> None:
-            assert self.last is not None
+            if self.last is None:  # a prompt's last row went with the rows before it, and is picked from later
+                commit(step, staying)
+                return
             heard, found = self.last
+            self.last = None
             first = 0
             # Behind the rows that tokens were picked from there may be rows of a prompt. Their logits are not needed.
             for part, keep in zip(heard.parts, staying, strict=False):

@@ -7,7 +7,7 @@ by age.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from attrs import evolve, frozen
 
@@ -86,10 +86,12 @@ def rate_checkpoint(checkpoints: Checkpoints, checkpoint: StateCheckpoint, turn:
     return 1000 * (checkpoint.at - max(earlier, default=0)) // (1 + turn - checkpoint.last_turn)
 
 
-def choose_checkpoint(checkpoints: Checkpoints, slot: SlotId, at: int, turn: int) -> CheckpointId | None:
+def choose_checkpoint(
+    checkpoints: Checkpoints, slot: SlotId, at: int, turn: int, taken: Container[CheckpointId] = ()
+) -> CheckpointId | None:
     """Choose the checkpoint that a new one replaces: an empty one, or the one that is worth least.
 
-    None: the new checkpoint would be worth least itself.
+    None: the new checkpoint would be worth least itself. taken: checkpoints that are not to be replaced.
     """
     candidates = (*checkpoints, StateCheckpoint(slot, at, turn))
 
@@ -97,5 +99,5 @@ def choose_checkpoint(checkpoints: Checkpoints, slot: SlotId, at: int, turn: int
         checkpoint = candidates[number]
         return checkpoint.at and rate_checkpoint(candidates, checkpoint, turn), number
 
-    least = min(range(len(candidates)), key=rank)
+    least = min((number for number in range(len(candidates)) if number not in taken), key=rank)
     return CheckpointId(least) if least < len(checkpoints) else None

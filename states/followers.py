@@ -22,24 +22,34 @@ Invariants:
 
 Where the model has positional state, the rows are of no use without the state behind them. The leader's prefill then
 stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a checkpoint on the
-device.
+device. Three cases differ in what the lane has of that prefill (`find_state_rows`, `hold_at_awaited_rows`):
+
+* It still waits for the lane. Then it is cut at that row.
+* It runs, and has several chunks without decode steps. Then it is asked to end after the chunks that the device may
+  have already, if that row comes behind them.
+* It runs, and cannot end before that row. Then its request is no leader of this follower.
 
 Example. Requests 1, 2 and 3 arrive together. Their prompts have 8,000 tokens in common and 1,000 tokens of their own.
 Request 1 is admitted and computes 9,000 rows. Requests 2 and 3 wait until row 8,000 is there, and compute 1,000 rows
-each: 11,000 rows instead of 27,000.
+each: 11,000 rows instead of 27,000. Had they only 500 tokens in common, and the model positional state, then the first
+chunk of request 1 would pass row 500 before request 2 is known. Request 2 would be admitted, and wait for the lane.
+Request 3 would follow request 2, whose prefill would be cut at row 448, the end of a block of 64 rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from attrs import evolve, frozen
 
+from effects.all import EffectRequest
 from effects.ids import RequestId
+from effects.prefill import RunPrefill
 from states import policy
 from states.kept_rows import ResidentRows
-from states.phases import make_prefill_chunk
+from states.lane import Lane
+from states.prompt_choice import shorten_prefill
 from states.rates import Rates, estimate_prefill_time
 from states.request_states import (
     LookingUp,
@@ -51,11 +61,15 @@ from states.request_states import (
     UnparkingDraft,
     Waiting,
 )
+from states.scope import find_state_row
 from states.settings import DecisionContext, Settings
 from states.slots import Follow, Slots, can_share_rows
 
 # The states in which a request may lead: it has a slot, and its prompt's rows are not all there yet.
 MayLead: TypeAlias = Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring
+# Of a prefill of several chunks, the executor launches each chunk before the one in front of it is reported. So the
+# device may have this many chunks behind the last one that was reported.
+CHUNKS_AHEAD = 2
 
 
 @frozen
@@ -73,13 +87,15 @@ def choose_leader(
     own_rows: int,
     requests: Mapping[RequestId, State],
     context: DecisionContext,
+    *,
+    launched: Mapping[RequestId, RunPrefill],
 ) -> Follow | None:
     """Choose the request that a waiting one follows; None: it does not pay to wait, or there is no such request.
 
     Only the leader with the most common rows is priced; of equal ones, the one that has computed most. If following it
     does not pay, no other leader is considered.
 
-    own_rows: rows of its prompt that the waiting request could go on from now.
+    own_rows: rows of its prompt that the waiting request could go on from now. launched: the prefills that run.
     """
     state = requests[request]
     assert isinstance(state, Waiting), "only a waiting request follows"
@@ -94,7 +110,8 @@ def choose_leader(
     for slot in slots.slots:
         if slot.holder is None or not can_share_rows(slot, requests, prompt.job):
             continue
-        leader = measure_leader(slot.holder, requests[slot.holder], prompt, own_rows, context)
+        running = launched.get(slot.holder)
+        leader = measure_leader(slot.holder, requests[slot.holder], prompt, own_rows, context, launched=running)
         if leader is None or leader.common_rows <= leader.valid_rows:
             continue
         if not is_shortened(prompt, leader.common_rows, context):
@@ -130,9 +147,15 @@ def estimate_cost(rates: Rates, start: int, stop: int) -> int:
 
 
 def measure_leader(
-    request: RequestId, state: State, prompt: Prompt, own_rows: int, context: DecisionContext
+    request: RequestId,
+    state: State,
+    prompt: Prompt,
+    own_rows: int,
+    context: DecisionContext,
+    *,
+    launched: RunPrefill | None,
 ) -> Leader | None:
-    """Return the request as the leader of a prompt that has `own_rows` rows without it.
+    """Return the request as the leader of a prompt that has `own_rows` rows without it. launched: its running prefill.
 
     None: the leader will not have more of them, does not compute its prompt, or may yet shorten it.
     """
@@ -149,23 +172,71 @@ def measure_leader(
         return None
     rows = ResidentRows(state.prompt.packed_tokens, state.prompt.prefill_rows).count_continuable(settings, prompt)
     if settings.stateful:
-        rows = find_state_rows(state, rows, settings)
+        rows = find_state_rows(state, rows, launched, settings)
     return Leader(request, valid_rows, rows) if rows > own_rows else None
 
 
-def find_state_rows(state: MayLead, rows: int, settings: Settings) -> int:
+def find_state_rows(state: MayLead, rows: int, launched: RunPrefill | None, settings: Settings) -> int:
     """Return `rows` if the leader can still keep its positional state after them; 0 if it cannot.
 
-    A running chunk cannot be shortened; a state can only be kept after a row where a later chunk ends.
+    A state is kept where a prefill ends. What runs cannot be shortened, but it can be ended between two chunks. If it
+    ends at these rows anyway, it had to be launched with a checkpoint.
+
+    launched: the leader's prefill that runs; None: it has none, or it waits for the lane.
     """
     if not settings.state_checkpoints:
         return 0
     begins = state.slot_lease.valid_rows
     if isinstance(state, Restoring):
         begins = state.stop
-    elif isinstance(state, Prefilling):
-        begins = make_prefill_chunk(settings, state.slot_lease, state.prompt, state.prompt.prefill_rows).stop
+    elif launched is not None:
+        if launched.device_checkpoint is not None and find_state_row(settings, launched.stop) == rows:
+            return rows
+        begins = find_soonest_end(launched, begins, settings)
     return rows if begins < rows else 0
+
+
+def find_soonest_end(launched: RunPrefill, valid_rows: int, settings: Settings) -> int:
+    """Return the row at which a running prefill can be made to end. valid_rows: what it has reported.
+
+    Rows that go along with decode steps are too few to be worth an end of their launch. Without `mixed_launches` a
+    prefill runs unattended on the prompt lane only, which models with positional state do not have.
+    """
+    if launched.forward_rows or not settings.mixed_launches:
+        return launched.stop
+    return min(launched.stop, valid_rows + CHUNKS_AHEAD * settings.chunk)
+
+
+def list_launched_prefills(lanes: Iterable[Lane]) -> dict[RequestId, RunPrefill]:
+    """Return the prefills that run, by request."""
+    running = [one for lane in lanes for one in lane.running]
+    return {one.request: one.effect for one in running if isinstance(one.effect, RunPrefill)}
+
+
+def hold_at_awaited_rows(lane: Lane, follow: Follow, settings: Settings) -> tuple[Lane, bool]:
+    """Make the leader's prefill end at the rows that a follower waits for, where the state behind them is needed.
+
+    Returns whether the running launch has to end for it between two chunks (`StopLaunch`), and the lane.
+    """
+    if not settings.stateful:
+        return lane, False
+
+    def passes(one: EffectRequest) -> bool:
+        if one.request != follow.leader or not isinstance(one.effect, RunPrefill):
+            return False
+        return find_state_row(settings, one.effect.stop) > follow.awaited_rows
+
+    if any(map(passes, lane.running)):
+        return evolve(lane, runs_unattended=False), lane.runs_unattended
+    waiting = [cut_prefill(one, follow.awaited_rows) if passes(one) else one for one in lane.waiting]
+    return evolve(lane, waiting=tuple(waiting)), False
+
+
+def cut_prefill(effect_request: EffectRequest, stop: int) -> EffectRequest:
+    """Return a prefill that ends at this row, which lies within its rows."""
+    effect = effect_request.effect
+    assert isinstance(effect, RunPrefill), "only a prefill has rows"
+    return shorten_prefill(effect_request, stop - effect.start)
 
 
 def is_shortened(prompt: Prompt, rows: int, context: DecisionContext) -> bool:

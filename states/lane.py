@@ -214,10 +214,15 @@ def count_rows_along(lane: Lane) -> int:
 def has_room_along(lane: Lane, settings: Settings) -> bool:
     """May one more prompt go along, behind those that do? `choose_mixed_chunk` says how many of its rows."""
     along = list_prompts_along(lane)
-    if not along or settings.stateful:
+    if not along or not may_share_forwards(settings):
         return not along
     most = FORWARDS * (along[0].forward_rows - count_decode_steps(lane.running))
     return count_rows_along(lane) + settings.block_size <= most
+
+
+def may_share_forwards(settings: Settings) -> bool:
+    """May rows of several prompts go along in one forward? With positional state, it must move each of their states."""
+    return not settings.stateful or settings.commits_per_segment
 
 
 def may_go_along(effect: Effect) -> bool:

@@ -13,7 +13,8 @@ Idea. There are two forms of a mixed launch:
   (`prompt_choice.choose_other_effect`). A prompt whose rows were cut waits with the others.
 
 In a launch of the second form prompts take the rows of a forward in the order in which they joined. So the end of one
-prompt and the beginning of the next one share a forward. With positional state one prompt goes along at a time.
+prompt and the beginning of the next one share a forward. With positional state that needs kernels which move the
+states of several prompts in one forward (`may_share_forwards`); otherwise one prompt goes along at a time.
 
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of a
 prompt that went along. Prompts join it as well, as far as there is room behind those that go along. The others wait.
@@ -48,6 +49,7 @@ from states.lane import (
     count_rows_along,
     join_waiting,
     may_go_along,
+    may_share_forwards,
     start_launch,
     with_decode_plan,
 )
@@ -88,7 +90,7 @@ def choose_mixed_chunks(
     chosen = list[EffectRequest]()
     rows_along = count_rows_along(lane)
     prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
-    while rest and not (settings.stateful and rows_along):
+    while rest and (not rows_along or may_share_forwards(settings)):
         after, other = choose_other_effect(lane, rest, requests)
         chunk = choose_mixed_chunk(step_count, other, prompt_count, context, rows_along)
         if chunk is None:

@@ -28,7 +28,7 @@ class Settings:
     batch_rows: int = 16  # rows of one batched decode step, proposals included
     mixed_rows: int = 0  # of a forward with decode steps and the next rows of a prompt; 0: the two take turns
     # Rows of prompts go along with several decode steps of one launch, and prompts may join a launch. It needs mixed
-    # forwards, and no draft. Without positional state several prompts share a forward.
+    # forwards, and no draft. Several prompts share a forward, with positional state if `commits_per_segment`.
     mixed_launches: bool = False
     prompt_lane_min_rows: int = (
         0  # prefills of more rows run on the prompt lane, while decode steps run; 0: there is no such lane

@@ -26,6 +26,7 @@ from attrs import evolve, frozen
 
 from effects.ids import CheckpointId, RequestId, SlotId, Tokens
 from effects.job import Job
+from effects.prefill import RunPrefill
 from states import followers, pages, policy
 from states.checkpoints import hand_over, mark_used
 from states.events import Admitted
@@ -70,11 +71,15 @@ def is_queue_full(slots: Slots, settings: Settings) -> bool:
 
 
 def admit_next(
-    slots: Slots, requests: Mapping[RequestId, State], context: DecisionContext
+    slots: Slots,
+    requests: Mapping[RequestId, State],
+    launched: Mapping[RequestId, RunPrefill],
+    context: DecisionContext,
 ) -> tuple[Slots, tuple[RequestId, Admitted] | None]:
     """Give the next waiting request a slot; None: no request waits, no slot is free, or pages are short.
 
-    Requests that would be next, but do better to follow another one, are noted in `Slots.follows`.
+    Requests that would be next, but do better to follow another one, are noted in `Slots.follows`. launched: the
+    prefills that run.
     """
     if not slots.waiting:
         return slots, None
@@ -84,7 +89,7 @@ def admit_next(
         if request in slots.short_of_pages:
             return slots, None
         start = find_best_start(slots, free, request, requests, context.settings)
-        follow = followers.choose_leader(slots, request, start.state_rows, requests, context)
+        follow = followers.choose_leader(slots, request, start.state_rows, requests, context, launched=launched)
         if follow is None:
             return give_slot(slots, start, requests, context.settings)
         slots = evolve(slots, follows={**slots.follows, request: follow})
@@ -150,12 +155,12 @@ def give_slot(
     shared = start.shared
     state_rows = start.state_rows
     device_checkpoint = start.device_checkpoint
+    checkpoint_owner = None if device_checkpoint is None else slots.checkpoints[device_checkpoint].slot
     # With a store, rows beyond the state stay as well: the lookup may find the state after them.
     keep = shared[source] if settings.store else state_rows
     target = source if keep and source in start.overwritable else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
-        checkpoint_owner = None if device_checkpoint is None else slots.checkpoints[device_checkpoint].slot
         wanted = (target, source if keep else target, keep, checkpoint_owner)
         placement = find_pages_for(slots, job, wanted, requests, settings)
         if placement is None:
@@ -181,7 +186,9 @@ def give_slot(
     state_rows = state_rows if settings.stateful else 0
     follow = slots.follows.get(request)
     followed: Followed | None = None
-    if keep and follow is not None and slots.slots[source].holder == follow.leader:
+    # The rows may be those of another slot that has them as well, and only the state the leader's.
+    given = {slots.slots[number].holder for number in (source, checkpoint_owner) if number is not None}
+    if keep and follow is not None and follow.leader in given:
         followed = Followed(min(keep, follow.awaited_rows), follow.waiting_ns, follow.computing_ns)
     admitted = Admitted(
         SlotId(target), SlotId(source if keep else target), keep, state_rows, device_checkpoint, followed

@@ -17,13 +17,13 @@ earlier rows are in checkpoints that all slots share (`states/checkpoints.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 from attrs import evolve, field, frozen
 
 from effects.all import EffectRequest, Outcome
-from effects.ids import RequestId, SlotId, Tokens
+from effects.ids import CheckpointId, RequestId, SlotId, Tokens
 from effects.job import Job, explain_no_compression, freezes_messages
 from effects.packed_tokens import pack_tokens
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -207,10 +207,12 @@ def assign_checkpoint(
     effect_request: EffectRequest,
     requests: Mapping[RequestId, State],
     settings: Settings,
+    taken: frozenset[CheckpointId] = frozenset(),
 ) -> tuple[Slots, EffectRequest]:
     """Choose the checkpoint that keeps the positional state after a chunk which is about to be launched.
 
-    The checkpoint is empty until the chunk is computed. No checkpoint is assigned in three cases:
+    taken: checkpoints of chunks that run. The checkpoint is empty until the chunk is computed. No checkpoint is
+    assigned in three cases:
 
     * the state after this chunk is not to be kept (`scope.find_next_mark`);
     * all checkpoints of the device are worth more;
@@ -224,7 +226,7 @@ def assign_checkpoint(
         return slots, effect_request
     if any((checkpoint.slot, checkpoint.at) == (effect.slot, mark.at) for checkpoint in slots.checkpoints):
         return slots, effect_request
-    number = choose_checkpoint(slots.checkpoints, effect.slot, mark.at, slots.release_count)
+    number = choose_checkpoint(slots.checkpoints, effect.slot, mark.at, slots.release_count, taken)
     if number is None:
         return slots, effect_request
     emptied = replace_checkpoint(slots.checkpoints, number, EMPTY)
@@ -238,15 +240,27 @@ def assign_checkpoints(
     requests: Mapping[RequestId, State],
     settings: Settings,
 ) -> tuple[Slots, Lane, tuple[EffectRequest, ...]]:
-    """Choose where the state after a prompt's rows is kept, if such rows are the last effect that is launched.
+    """Choose where the states after the rows of prompts are kept. They come last in what is launched.
 
-    Returns the lane and what is launched with it. lane: these effects are in its launch already.
+    Returns the lane and what is launched with these places. lane: these effects are in its launch already.
     """
     if not (settings.state_checkpoints and launched and isinstance(launched[-1].effect, RunPrefill)):
         return slots, lane, launched
-    slots, prefill = assign_checkpoint(slots, launched[-1], requests, settings)
-    running = tuple(prefill if one is launched[-1] else one for one in lane.running)
-    return slots, evolve(lane, running=running), (*launched[:-1], prefill)
+    chosen = dict[RequestId, EffectRequest]()
+    taken = frozenset(find_kept_places(lane.running))
+    for one in launched:
+        if isinstance(one.effect, RunPrefill):
+            slots, chosen[one.request] = assign_checkpoint(slots, one, requests, settings, taken)
+            taken = taken.union(find_kept_places([chosen[one.request]]))
+    running = tuple(chosen.get(one.request, one) for one in lane.running)
+    return slots, evolve(lane, running=running), tuple(chosen.get(one.request, one) for one in launched)
+
+
+def find_kept_places(effect_requests: Iterable[EffectRequest]) -> Iterator[CheckpointId]:
+    """Yield the checkpoints that keep the states after prefills among these effects."""
+    for one in effect_requests:
+        if isinstance(one.effect, RunPrefill) and one.effect.device_checkpoint is not None:
+            yield one.effect.device_checkpoint
 
 
 def record_checkpoint(

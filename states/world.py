@@ -66,7 +66,7 @@ from states.events import (
     TimerElapsed,
 )
 from states.experts import Residents
-from states.followers import note_awaited_rows
+from states.followers import hold_at_awaited_rows, list_launched_prefills, note_awaited_rows
 from states.lane import Lane
 from states.launch_choice import choose_launch, join_launch, with_launch_plan
 from states.machine import IllegalEvent, step
@@ -328,10 +328,13 @@ class Fold:
             return
         before = self.slots.follows
         context = DecisionContext(self.settings, self.rates)
-        self.slots, admission = slot_admission.admit_next(self.slots, self.requests, context)
+        launched = list_launched_prefills(self.lanes.values())
+        self.slots, admission = slot_admission.admit_next(self.slots, self.requests, launched, context)
         for request, follow in self.slots.follows.items():
             if follow != before.get(request) and not follow.ended:
                 self.requests[follow.leader] = note_awaited_rows(self.requests[follow.leader], follow.awaited_rows)
+                self.lanes[MAIN], stops = hold_at_awaited_rows(self.lanes[MAIN], follow, self.settings)
+                self.outputs += [EffectRequest(follow.leader, StopLaunch())] if stops else []
         if admission is not None:
             self.pending.append(admission)
         elif self.settings.pages:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from benchmarks.exactness import Answered, answered
+from effects.job import Job, Sampling
+from effects.scope import Scope
 from engine.__main__ import main
+from engine.loading.background_load import load_target
+from engine.loading.load_target import LoadedModel
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 
@@ -71,11 +80,42 @@ def test_a_head_in_common_is_computed_once(tmp_path: Path, model: str, leader_le
     assert main(["replay", str(trace)]) == 0
 
 
+@pytest.mark.parametrize(("model", "length"), [("demo", HEAD + TAIL), ("demo-hybrid", 200)], ids=["demo", "hybrid"])
 @pytest.mark.timeout(120)
-def test_several_answers_to_one_prompt_compute_it_once() -> None:
+def test_several_answers_to_one_prompt_compute_it_once(model: str, length: int) -> None:
+    """The prompt of the hybrid is one chunk, at whose end its state is kept."""
     (body, *_) = make_bodies(3)
-    with serving("--slots", "8") as running:
+    body["prompt"] = body["prompt"][:length]
+    with serving(model, "--slots", "8") as running:
         together = complete(running, {**body, "n": 4, "temperature": 0.9})
         followed = [job["prefix_cache"]["followed"] for job in together["rekindle"]["jobs"]]
         assert followed[0] == 0, "the first one leads"
-        assert all(tokens >= HEAD for tokens in followed[1:]), followed
+        assert all(tokens >= length - 64 for tokens in followed[1:]), followed
+
+
+@pytest.mark.timeout(120)
+async def test_a_hybrid_shares_a_head_that_is_shorter_than_a_chunk() -> None:
+    """The first chunk passes the end of the head before the others are known. The second prompt is cut there."""
+    draw = random.Random(5)
+    head = [draw.randrange(200, 4000) for _ in range(150)]
+    prompts = [(*head, *(draw.randrange(200, 4000) for _ in range(50))) for _ in range(4)]
+    jobs = [Job(prompt, 6, Sampling(logprobs=1), scope=Scope("off")) for prompt in prompts]
+    target = await load_target(build_options(model="demo-hybrid", draft="none", slots=6, disk_prefix_cache="off"))
+    alone = [(await answer_together(target, [job]))[0] for job in jobs]
+    together = await answer_together(target, jobs)
+    assert [one.report.followed_tokens for one in together if one.report is not None] == [0, 0, 128, 128]
+    assert [(one.tokens, one.logprobs) for one in together] == [(one.tokens, one.logprobs) for one in alone]
+    await target.close()
+
+
+async def answer_together(target: LoadedModel, jobs: Sequence[Job]) -> list[Answered]:
+    """Answer jobs that are submitted at the same moment, in a world of their own without a store."""
+    found = [Answered()] * len(jobs)
+
+    async def answer_one(running: Engine, number: int) -> None:
+        found[number] = await answered(running, jobs[number])
+
+    async with run_engine(target.settings, target.executor) as running, anyio.create_task_group() as tasks:
+        for number in range(len(jobs)):
+            tasks.start_soon(answer_one, running, number)
+    return found

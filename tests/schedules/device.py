@@ -29,6 +29,7 @@ from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptS
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
+from states.lane import may_share_forwards
 from states.residency import IDLE_LOCATION, WeightsLocation, get_action_after_use
 from states.settings import Settings
 
@@ -283,7 +284,7 @@ class Device:
         unattended = self.settings.mixed_launches and all(prompt.forward_rows > 0 for prompt in others)
         copying = any(one.copying is not None and any(one.copying.counts) for one in steps)
         plain = not copying and all(not one.propose and (one.steps == 1 or unattended) for one in steps)
-        alone = len(others) == 1 or (unattended and not self.settings.stateful)
+        alone = len(others) == 1 or (unattended and may_share_forwards(self.settings))
         rows = sum(prompt.stop - prompt.start for prompt in others)
         fits = len(steps) + rows <= self.settings.chunk
         return plain and alone and fits and all(prompt.logprobs < 0 for prompt in others)

@@ -477,9 +477,7 @@ class Simulator:
                 self.launched[lane] = self.launched.get(lane, set()) | {
                     effect_request.request for effect_request in effect_requests
                 }
-                prefill = effect_requests[-1].effect  # behind decode steps, if there are any
-                if isinstance(prefill, RunPrefill) and prefill.device_checkpoint is not None:
-                    self.checkpoints[prefill.device_checkpoint] = self.clients[effect_requests[-1].request].job.salt
+                self.note_checkpoints(effect_requests)
                 self.entering.append(out)
             case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
@@ -508,6 +506,12 @@ class Simulator:
             case EffectRequest():
                 assert out.effect.outcomes
                 self.loading.append(out)
+
+    def note_checkpoints(self, effect_requests: tuple[EffectRequest, ...]) -> None:
+        """Note whose states the device will keep after the prefills of a launch."""
+        for one in effect_requests:
+            if isinstance(one.effect, RunPrefill) and one.effect.device_checkpoint is not None:
+                self.checkpoints[one.effect.device_checkpoint] = self.clients[one.request].job.salt
 
     def pace(self, out: EffectRequest) -> None:
         """Take what the core says of the pace of background work, which no outcome answers."""

@@ -24,12 +24,13 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
-from effects.stream import EmitTokens, StopLaunch
+from effects.stream import CloseStream, EmitTokens, StopLaunch
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 from states.kept_rows import ResidentRows
 from states.machine import Table, Transition
 from states.policy import Decision
+from states.rates import Rates
 from states.request_states import (
     Draining,
     Held,
@@ -190,6 +191,57 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
                 stopped.add(out.request)
                 halts += 1
     assert halts > CHUNK // 10
+
+
+def beginning_alike(seed: int) -> Simulator:
+    """Return a schedule of prompts with common heads, for a model with positional state on a device that runs ahead."""
+    drawn, rng = Simulator(seed), random.Random(seed)
+    block = rng.choice((2, 4))
+    how: dict[str, Any] = {
+        "block_size": block,
+        "chunk": block * rng.choice((1, 2, 4)),
+        "mixed_rows": rng.choice((8, 16)),
+    }
+    how |= {"slots": rng.randint(3, 6), "batch_rows": 8, "chunks_per_prefill": 8, "max_queue": 20}
+    how |= {
+        "stateful": True,
+        "commits_per_segment": True,
+        "state_checkpoints": rng.choice((2, 5)),
+        "keep_decoded": True,
+    }
+    how |= {
+        "max_proposals": 0,
+        "max_branch": 0,
+        "prompt_lane_min_rows": 0,
+        "shares_pages": False,
+        "scorer_max_tokens": 0,
+    }
+    settings = evolve(drawn.settings, **how, mixed_launches=True, pages=drawn.settings.pages and 60, rates=Rates())
+    heads = [tuple(rng.randint(1, 10) for _ in range(60)) for _ in range(2)]
+    jobs = list[Job]()
+    for job in drawn.jobs:
+        prompt = (*rng.choice(heads)[: rng.randint(4, 60)], *(rng.randint(1, 10) for _ in range(rng.randint(1, 9))))
+        tokens = rng.randint(1, 9)
+        jobs.append(evolve(job, prompt=prompt, boundaries=(), compression=Compression("off"), max_tokens=tokens))
+    simulator = Simulator(seed, settings, jobs)
+    simulator.arrivals = 0.8
+    return simulator
+
+
+@pytest.mark.parametrize("first", chunks(100, 800))
+def test_prompts_that_begin_alike_share_heads_with_their_states_and_nobody_is_lost(first: int) -> None:
+    followed = 0
+    together = 0
+    for seed in range(first, first + CHUNK):
+        simulator = play(seed, beginning_alike)
+        assert not simulator.world.requests
+        for out in (out for _, outs in simulator.history for out in outs):
+            if isinstance(out, Launch):
+                together += sum(map(is_along, out.effect_requests)) > 1
+            elif isinstance(out.effect, CloseStream):
+                followed += out.effect.report.followed_tokens > 0
+    assert followed > CHUNK // 4
+    assert together > CHUNK // 10
 
 
 def run_all(simulators: Iterable[Simulator]) -> None:

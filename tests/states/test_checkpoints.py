@@ -28,7 +28,8 @@ def admitted(
     before: Slots, settings: Settings = STATEFUL, **more: State
 ) -> tuple[Admitted, tuple[StateCheckpoint, ...]]:
     requests = {**waiting_for(a_job()), **({TWO: more["two"]} if more else {})}
-    after, admission = slot_admission.admit_next(before, requests, DecisionContext(settings))
+    launched = {TWO: RunPrefill(FIRST, 16, 20)} if more else {}
+    after, admission = slot_admission.admit_next(before, requests, launched, DecisionContext(settings))
     assert admission is not None
     return admission[1], after.checkpoints
 

@@ -7,10 +7,10 @@ from attrs import evolve
 
 from effects.all import Effect, EffectRequest
 from effects.compression import Compression
-from effects.ids import CheckpointId, DeviceFailed, RequestId, SlotId, Tokens
+from effects.ids import MAIN, CheckpointId, DeviceFailed, RequestId, SlotId, Tokens
 from effects.lookup import PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import CloseStream
+from effects.stream import CloseStream, StopLaunch
 from states import followers
 from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
 from states.invariants import check_world
@@ -51,15 +51,31 @@ FIRST: Tokens = (*HEAD, 1, 1, 1, 1, 1)
 SECOND: Tokens = (*HEAD, 2, 2, 2, 2, 2)
 GONE = Cancelled("client_gone")
 ROOMY = evolve(PLAIN, slots=4)
+# A prompt that nothing waits for has several chunks in one launch.
+SPANNING = evolve(
+    STATEFUL, slots=4, store=False, chunk=4, chunks_per_prefill=8, mixed_rows=16, mixed_launches=True, max_context=200
+)
 
 
 def follow(
-    state: State, own_rows: int = 0, prompt: Tokens = SECOND, settings: Settings = ROOMY, rates: Rates | None = None
+    state: State,
+    own_rows: int = 0,
+    prompt: Tokens = SECOND,
+    settings: Settings = ROOMY,
+    rates: Rates | None = None,
+    *,
+    launched: RunPrefill | None = None,
 ) -> Follow | None:
-    """Return the leader of request ONE, which waits with this prompt, while request TWO is in this state."""
+    """Return the leader of request ONE, which waits with this prompt, while request TWO is in this state.
+
+    launched: the prefill of request TWO that runs.
+    """
+    running = {} if launched is None else {TWO: launched}
     requests = {**waiting_for(a_job(prompt=prompt)), TWO: state}
     context = DecisionContext(settings, rates or Rates())
-    return followers.choose_leader(a_house(Slot(holder=TWO), Slot()), ONE, own_rows, requests, context)
+    return followers.choose_leader(
+        a_house(Slot(holder=TWO), Slot()), ONE, own_rows, requests, context, launched=running
+    )
 
 
 def rows_of(found: Follow | None) -> int | None:
@@ -101,15 +117,15 @@ def test_what_would_be_compressed_neither_leads_nor_follows() -> None:
     leader = some(job=a_job(prompt=FIRST, compression=never), prompt=FIRST)
     requests = {TWO: a(LookingUp, leader), ONE: a_waiting(a_job(prompt=SECOND, compression=never))}
     house, context = a_house(Slot(holder=TWO), Slot()), DecisionContext(scorer)
-    assert followers.choose_leader(house, ONE, 0, requests, context) is not None
+    assert followers.choose_leader(house, ONE, 0, requests, context, launched={}) is not None
     undecided = {**requests, ONE: a_waiting(a_job(prompt=SECOND, compression=perhaps))}
-    assert followers.choose_leader(house, ONE, 0, undecided, context) is None
+    assert followers.choose_leader(house, ONE, 0, undecided, context, launched={}) is None
     undecided = {**requests, TWO: a(LookingUp, evolve(leader, job=a_job(prompt=FIRST, compression=perhaps)))}
-    assert followers.choose_leader(house, ONE, 0, undecided, context) is None
+    assert followers.choose_leader(house, ONE, 0, undecided, context, launched={}) is None
     decided = {**requests, TWO: a(Prefilling, evolve(leader, job=a_job(prompt=FIRST, compression=perhaps)))}
-    assert followers.choose_leader(house, ONE, 0, decided, context) is not None
+    assert followers.choose_leader(house, ONE, 0, decided, context, launched={}) is not None
     only_long = {**requests, ONE: a_waiting(a_job(prompt=SECOND, compression=Compression("auto", threshold=12)))}
-    assert followers.choose_leader(house, ONE, 0, only_long, context) is not None
+    assert followers.choose_leader(house, ONE, 0, only_long, context, launched={}) is not None
 
 
 def test_waiting_has_a_price_and_so_has_computing() -> None:
@@ -133,13 +149,33 @@ def test_what_is_computed_beside_decode_steps_does_not_wait_for_a_wide_prefill()
 def test_positional_state_is_followed_only_where_the_leader_can_still_keep_it() -> None:
     leader = some(job=a_job(prompt=FIRST), prompt=FIRST)
     assert rows_of(follow(a(Prefilling, leader), settings=STATEFUL)) == 16
-    # The chunk of 8 rows that is being computed was launched without a place for the state behind it.
-    assert follow(a(Prefilling, leader), prompt=(*HEAD[:8], 3, 3, 3), settings=STATEFUL) is None
+    eight: Tokens = (*HEAD[:8], 3, 3, 3)
+    assert rows_of(follow(a(Prefilling, leader), prompt=eight, settings=STATEFUL)) == 8, "its chunk has yet to begin"
+    chunk = RunPrefill(SlotId(0), 0, 8)
+    assert follow(a(Prefilling, leader), prompt=eight, settings=STATEFUL, launched=chunk) is None
+    assert rows_of(follow(a(Prefilling, leader), settings=STATEFUL, launched=chunk)) == 16
+    kept = evolve(chunk, device_checkpoint=CheckpointId(0))
+    assert rows_of(follow(a(Prefilling, leader), prompt=eight, settings=STATEFUL, launched=kept)) == 8
     assert follow(a(Prefilling, leader), settings=evolve(STATEFUL, state_checkpoints=0)) is None
     restoring = a_restoring(leader, load_start=0, stop=12)
     assert isinstance(restoring, Restoring)
     assert rows_of(follow(restoring, settings=STATEFUL)) == 16
     assert follow(evolve(restoring, stop=16), settings=STATEFUL) is None
+
+
+def test_a_launch_of_several_chunks_ends_before_rows_that_the_device_does_not_have_yet() -> None:
+    """Two chunks of 4 rows may be launched behind those that were reported."""
+    leader = some(job=a_job(prompt=FIRST), prompt=FIRST)
+    chunks = RunPrefill(SlotId(0), 0, 20)
+    eight: Tokens = (*HEAD[:8], 3, 3, 3)
+    assert rows_of(follow(a(Prefilling, leader), settings=SPANNING, launched=chunks)) == 16
+    assert follow(a(Prefilling, leader), prompt=eight, settings=SPANNING, launched=chunks) is None
+    reported = some(job=a_job(prompt=FIRST), prompt=FIRST, valid=8)
+    assert follow(a(Prefilling, reported), settings=SPANNING, launched=chunks) is None
+    unstoppable = evolve(SPANNING, mixed_launches=False)
+    assert follow(a(Prefilling, leader), settings=unstoppable, launched=chunks) is None
+    beside_steps = evolve(chunks, forward_rows=8)
+    assert follow(a(Prefilling, leader), settings=SPANNING, launched=beside_steps) is None
 
 
 # --- in the world ---
@@ -298,6 +334,59 @@ def test_a_leader_stops_where_its_follower_needs_the_positional_state() -> None:
     ((request, opening),) = effects_of(outs, OpenSlot)
     assert isinstance(opening, OpenSlot)
     assert (request, opening.source, opening.keep, opening.device_checkpoint) == (TWO, SlotId(0), 12, CheckpointId(0))
+
+
+def test_a_prefill_that_waits_for_its_lane_is_cut_where_a_follower_needs_the_positional_state() -> None:
+    settings = evolve(STATEFUL, slots=4, chunk=16, store=False)
+    other, head = (9, *FIRST[1:]), (*HEAD[:12], 7, 7, 7, 7, 7)
+    four = RequestId(4)
+    asked = (
+        *(submitted(THREE, other), submitted(ONE, FIRST), submitted(TWO, head)),
+        submitted(four, (*HEAD[:12], 8, 8, 8, 8, 8)),
+    )
+    world, _ = after(settings, *asked)
+    assert {one: (each.leader, each.awaited_rows) for one, each in world.slots.follows.items()} == {
+        TWO: (ONE, 12),
+        four: (ONE, 12),
+    }
+    assert [one.effect for one in world.lanes[MAIN].waiting] == [RunPrefill(SlotId(1), 0, 12)]
+    world, outs = after(settings, *asked, (THREE, GONE), (THREE, PrefillAdvanced(16)))
+    kept = RunPrefill(SlotId(1), 0, 12, device_checkpoint=CheckpointId(0))
+    assert effects_of(outs, RunPrefill) == [(ONE, kept)]
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(12)))
+    check_world(world)
+    opened = [(request, effect.keep) for request, effect in effects_of(outs, OpenSlot) if isinstance(effect, OpenSlot)]
+    assert opened == [(TWO, 12), (four, 12)]
+
+
+def test_a_head_that_ends_in_the_chunk_of_the_first_is_computed_by_the_second_and_kept_for_the_third() -> None:
+    settings = evolve(STATEFUL, slots=4, chunk=16, store=False)
+    head = HEAD[:8]
+    asked = [submitted(request, (*head, *[request] * 7)) for request in (ONE, TWO, THREE)]
+    world, _ = after(settings, *asked)
+    assert isinstance(world.requests[TWO], Prefilling)
+    assert {one: (each.leader, each.awaited_rows) for one, each in world.slots.follows.items()} == {THREE: (TWO, 8)}
+    assert [one.effect for one in world.lanes[MAIN].waiting] == [RunPrefill(SlotId(1), 0, 8)]
+
+
+def test_a_launch_of_several_chunks_is_ended_for_a_follower_once() -> None:
+    prompt = tuple(range(100, 161))
+    head = prompt[:24]
+    asked = (
+        submitted(ONE, prompt),
+        (ONE, PrefillAdvanced(4)),  # the first effect is one chunk
+        submitted(TWO, (*head, 7, 7, 7, 7)),
+    )
+    world, outs = after(SPANNING, *asked)
+    assert effects_of(outs, StopLaunch) == [(ONE, StopLaunch())], "it would end at row 36"
+    assert world.slots.follows[TWO].awaited_rows == 24
+    world, outs = advance(world, ForRequest(THREE, Submitted(a_job(prompt=(*head, 8, 8, 8, 8)))))
+    check_world(world)
+    assert effects_of(outs, StopLaunch) == []
+    world, _ = advance(world, ForRequest(ONE, PrefillAdvanced(8, more=True)))
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(12)))
+    check_world(world)
+    assert effects_of(outs, RunPrefill) == [(ONE, RunPrefill(SlotId(0), 12, 24, device_checkpoint=CheckpointId(0)))]
 
 
 def test_a_prompt_with_followers_goes_before_one_that_is_shorter_than_it_but_not_than_their_head() -> None:

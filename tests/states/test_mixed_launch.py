@@ -132,6 +132,18 @@ def test_more_steps_than_a_batch_has_room_for_end_the_launch() -> None:
     assert lane.is_blocking(busy)
 
 
+def test_states_that_only_one_prompt_can_move_in_a_forward_let_one_go_along_at_a_time() -> None:
+    alone = evolve(STATEFUL, commits_per_segment=False)
+    waiting = (a_step(1), a_prompt(2, 0, 4), a_prompt(3, 0, 8))
+    _, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, alone, {}, Rates())
+    assert chosen == Launch((a_step(1), a_prompt(2, 0, 4, forward_rows=16)))
+    _, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, STATEFUL, {}, Rates())
+    assert chosen == Launch((a_step(1), a_prompt(2, 0, 4, forward_rows=16), a_prompt(3, 0, 8, forward_rows=16)))
+    busy = running(a_step(1), a_prompt(2, 0, 4, forward_rows=16), waiting=(a_prompt(3, 0, 8),))
+    assert not lane.can_join(busy, alone)
+    assert lane.can_join(busy, STATEFUL)
+
+
 def test_prompts_join_the_launch_that_goes_on_one_after_the_other_and_nothing_is_stopped() -> None:
     """Also the first decode step of a prompt that went along."""
     prompt = tuple(range(40))
@@ -148,11 +160,15 @@ def test_prompts_join_the_launch_that_goes_on_one_after_the_other_and_nothing_is
     assert not [out for out in outs if isinstance(out, Launch) or isinstance(out.effect, StopLaunch)]
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(30)))
     [launch] = [out for out in outs if isinstance(out, Launch)]
-    assert [(one.request, launch.joins) for one in launch.effect_requests] == [(TWO, True)], "the fewest rows first"
+    assert launch.joins
+    assert [effect for one in launch.effect_requests if isinstance(effect := one.effect, RunPrefill)] == [
+        RunPrefill(along.slot, 30, 39, forward_rows=16),
+        RunPrefill(SlotId(2), 0, 19, forward_rows=16),
+    ], "the fewest rows first"
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(39)))
     [launch] = [out for out in outs if isinstance(out, Launch)]
     assert launch.joins
-    assert [type(one.effect) for one in launch.effect_requests] == [RunDecode, RunPrefill]
+    assert [type(one.effect) for one in launch.effect_requests] == [RunDecode]
     world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
     assert not [out for out in outs if isinstance(out, Launch) or isinstance(out.effect, StopLaunch)]
 

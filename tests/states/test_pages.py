@@ -81,7 +81,7 @@ def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
 def admitted(before: Slots, prompt: Job, requests: dict[RequestId, State] | None = None, **more: int) -> Slots | None:
     everybody = {**(requests or {}), ONE: Waiting(Prompt(prompt, prompt.prompt))}
     context = DecisionContext(evolve(POOL, **more))
-    after, admission = slot_admission.admit_next(evolve(before, waiting=(ONE,)), everybody, context)
+    after, admission = slot_admission.admit_next(evolve(before, waiting=(ONE,)), everybody, {}, context)
     return None if admission is None else after
 
 

@@ -40,7 +40,7 @@ def admitted(
     """Return how request 1 is admitted to these slots."""
     job = job or a_job(prompt=prompt)
     after, admission = slot_admission.admit_next(
-        evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, DecisionContext(settings)
+        evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, {}, DecisionContext(settings)
     )
     assert admission is not None
     request, event = admission
@@ -60,14 +60,14 @@ def slot_lease(slot: int, source: int, keep: int) -> Admitted:
 
 def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
     busy, empty = a_house(Slot(holder=TWO), waiting=(ONE,)), a_house(Slot())
-    assert slot_admission.admit_next(busy, waiting_for(a_job()), DecisionContext(PLAIN)) == (busy, None)
-    assert slot_admission.admit_next(empty, {}, DecisionContext(PLAIN)) == (empty, None)
+    assert slot_admission.admit_next(busy, waiting_for(a_job()), {}, DecisionContext(PLAIN)) == (busy, None)
+    assert slot_admission.admit_next(empty, {}, {}, DecisionContext(PLAIN)) == (empty, None)
 
 
 def test_first_come_first_served() -> None:
     requests: dict[RequestId, State] = {TWO: a_waiting(), ONE: a_waiting()}
     context = DecisionContext(PLAIN)
-    after, admission = slot_admission.admit_next(a_house(Slot(), waiting=(TWO, ONE)), requests, context)
+    after, admission = slot_admission.admit_next(a_house(Slot(), waiting=(TWO, ONE)), requests, {}, context)
     assert admission is not None
     assert (after.waiting, admission[0]) == ((ONE,), TWO)
 
@@ -226,7 +226,7 @@ def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Setting
     in slot 1.
     """
     answered: dict[RequestId, State] = {THREE: a(Speculating, answering(slot=SlotId(1)))}
-    _, admission = slot_admission.admit_next(house, {**answered, **requests}, DecisionContext(settings))
+    _, admission = slot_admission.admit_next(house, {**answered, **requests}, {}, DecisionContext(settings))
     return None if admission is None else admission[0]
 
 
@@ -252,6 +252,6 @@ def test_those_who_pass_keep_the_order_of_the_queue() -> None:
         THREE: a(Speculating, answering(slot=SlotId(1))),
     }
     house = a_house(TURN, Slot(holder=THREE, one_off=True, is_brief=True), waiting=(ONE, TWO))
-    after, admission = slot_admission.admit_next(house, requests, DecisionContext(PLAIN))
+    after, admission = slot_admission.admit_next(house, requests, {}, DecisionContext(PLAIN))
     assert admission is not None
     assert after.waiting == (ONE,)

@@ -15,7 +15,8 @@ Invariants:
 
 * The decode rows come first in a forward, so their logits have the bits that they have alone.
 * Prompts take the rows of a forward in the order in which they came. So a prompt has rows in every step from its first
-  one to its last one. With positional state one prompt goes along at a time.
+  one to its last one. With positional state one prompt goes along at a time, unless a step moves the states of several
+  slots (`PositionalStates.commits_per_segment`).
 * Rows count as valid when the step that computes them has been read, or when the last rows of the prompt have been
   launched, if that is sooner.
 * A prompt has outcomes with `more`, then one without. That one comes with its last rows, or sooner: where it is given
@@ -96,9 +97,9 @@ class PlaceAlong:
     def begin(self, effect_request: EffectRequest) -> list[tuple[RequestId, Outcome]]:
         """Let a prompt go along from the next step on that has room. Return its failure if it cannot, else nothing.
 
-        A second prompt with positional state, or rows that cannot share a forward, are a bug: the core asks for neither
-        (`may_go_along` and `has_room_along` of `states/lane.py`). So such a prompt fails and is not computed by itself,
-        which would hide the bug.
+        A second prompt whose state the step cannot move, or rows that cannot share a forward, are a bug: the core asks
+        for neither (`may_go_along` and `has_room_along` of `states/lane.py`). So such a prompt fails and is not
+        computed by itself, which would hide the bug.
         """
         effect = effect_request.effect
         assert isinstance(effect, RunPrefill), effect_request
@@ -107,7 +108,8 @@ class PlaceAlong:
         state = self.slots.find(effect.slot, effect_request.request)
         if isinstance(state, DeviceFailed):
             return [(effect_request.request, state)]
-        is_second = bool(self._prompts and self.shard.states.specs)
+        states = self.shard.states
+        is_second = bool(self._prompts and states.specs and not states.commits_per_segment)
         if is_second or find_prompt_piece(self.shard, self.chunk, state, effect) is None:
             rows = f"slot {effect.slot}: rows {effect.start}..{effect.stop}"
             return [(effect_request.request, DeviceFailed("broken", f"{rows} cannot go along with decode steps"))]

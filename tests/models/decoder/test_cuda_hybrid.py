@@ -138,6 +138,28 @@ def test_rows_of_a_prompt_beside_decode_rows_have_the_bits_of_a_prefill(whole, c
         computed(shard, tokens[:64], CHUNKS, slot=1)
 
 
+@pytest.mark.parametrize("count", [9, 31, 65, 130])
+def test_rows_of_several_prompts_beside_a_decode_row_have_the_bits_of_a_prefill(whole, count):
+    """A prompt ends with few rows, which do not settle, or with many. Another one begins behind it."""
+    shard, tokens, expected = whole
+    for _ in range(2):  # eagerly, then as a graph
+        computed(shard, tokens[:64], CHUNKS, slot=1)
+        computed(shard, tokens[:100], CHUNKS, slot=2)
+        segments = Segment(2, 100, 1), Segment(1, 64, count), Segment(3, 0, 150)
+        step = Step(segments, 512)
+        fed = torch.cat([tokens[one.start : one.start + one.count] for one in segments])
+        hidden = shard.forward(step, fed).hidden[: step.rows].clone()
+        shard.commit(step, [1, count, 150])
+        ends = dict[int, int]()
+        first = 0
+        for one in segments:
+            ends[one.slot] = one.start + one.count
+            assert same_bits(hidden[first : first + one.count], expected[one.start : ends[one.slot]])
+            first += one.count
+        for slot, end in ends.items():
+            assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=slot, start=end), expected[end:])
+
+
 @pytest.mark.parametrize("length", [66, 128, 129, 200, 256])
 def test_the_last_row_of_a_wide_step_can_be_kept_later_or_never(whole, length):
     shard, tokens, expected = whole

@@ -22,7 +22,7 @@ def make_shard(*, runs_ahead: bool = True, span: int = 8) -> Any:
 
 def test_a_hybrid_on_a_gpu_takes_prompts_along_and_a_lone_prompt_gets_a_few_chunks() -> None:
     found = with_prompts_along(HYBRID, make_shard())
-    assert found == evolve(HYBRID, mixed_launches=True, chunks_per_prefill=4)
+    assert found == evolve(HYBRID, mixed_launches=True, chunks_per_prefill=8)
     assert with_prompts_along(HYBRID, make_shard(span=1)).chunks_per_prefill == 1
 
 
