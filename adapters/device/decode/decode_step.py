@@ -132,7 +132,8 @@ class DecodeRunner:
         if self._batch is not None:
             self._batch.join(effect_requests)
             return []
-        batch = RunningBatch(steps, self.lane, self.before_report)
+        takes_prompts = any(map(goes_along, effect_requests))
+        batch = RunningBatch(steps, self.lane, self.before_report, has_changed=takes_prompts)
         self._batch = batch
         not_along = list[EffectRequest]()
         try:
