@@ -239,7 +239,7 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     The answer is a condition and no promise. Decode steps do not join while one of them waits for pages
     (`Fold.join_launch`), and a prompt does not where a forward has no room for its rows (`choose_mixed_chunk`). If
     something is left that needs the launch to end (`is_blocking`), the world sends `StopLaunch`. So a new rule here
-    needs its counterpart in `launch_choice.join_launch` and `mixed_launch.join_mixed_launch`.
+    needs its counterpart in `launch_choice.join_launch` and `mixed_launch.choose_joining`.
 
     Decode steps may join only where there is no draft: what each member proposes was chosen for the members of this
     launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
