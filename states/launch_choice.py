@@ -258,12 +258,11 @@ def join_launch(
     if settings.mixed_launches:
         lane, joining = choose_joining(lane, requests, DecisionContext(settings, rates))
     plan = lane.plan
-    if settings.max_copied:
+    if settings.max_copied and any(isinstance(one.effect, RunDecode) for one in joining):
         steps = [one for one in (*lane.running, *joining) if isinstance(one.effect, RunDecode)]
         rules = plan_copy_rules(steps, requests, settings, rates)
         # If nothing is worth copying, the rules of the other members are still those of the plan.
-        plan = rules if rules.copying else plan
-        plan = evolve(plan, proposals=(0,) * (len(lane.running) + len(joining)))
+        plan = evolve(rules if rules.copying else plan, proposals=(0,) * (len(lane.running) + len(joining)))
         joining = with_copy_rules(joining, steps, rules)
     return join_waiting(lane, joining, plan), joining
 
