@@ -28,12 +28,13 @@ Invariants, asserted in `states/invariants.py`:
 Example. Requests 1 and 2 decode in one launch that runs unattended. Request 3 has finished its prefill and asks for its
 first decode step. Its effect is enqueued, `can_join` holds, and the world sends `Launch(..., joins=True)`: request 3
 takes part from the next step on. Had request 3 asked for a prefill, the world would have sent `StopLaunch` instead.
-With `Settings.mixed_launches` the prefill joins as well, if its rows may go along and no text may be copied.
+With `Settings.mixed_launches` the prefill joins as well, if its rows may go along and it is not the turn of copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from attrs import evolve, frozen
 
@@ -69,6 +70,9 @@ class Lane:
     runs_unattended: bool = False  # the launch may take several steps without the core, and has not been asked to stop
     overtakes: int = 0  # times in a row that a shorter prompt went before the one that has waited longest
     shares_device: bool = False  # lane PROMPTS only: a launch of lane MAIN ran on the device during this one
+    # Where text may be copied and prompts may go along with decode steps: whose turn the last launch was, if both
+    # wanted it. `states/mixed_launch.py` has the reason. Empty: no launch took prompts along.
+    turn: Literal["", "prompts", "copies"] = ""
 
 
 def make_lanes(settings: Settings) -> dict[LaneId, Lane]:
@@ -181,6 +185,7 @@ def with_effect_requests(
         lane.runs_unattended,
         lane.overtakes,
         lane.shares_device,
+        lane.turn,
     )
 
 
@@ -239,17 +244,17 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     The answer is a condition and no promise. Decode steps do not join while one of them waits for pages
     (`Fold.join_launch`), and a prompt does not where a forward has no room for its rows (`choose_mixed_chunk`). If
     something is left that needs the launch to end (`is_blocking`), the world sends `StopLaunch`. So a new rule here
-    needs its counterpart in `launch_choice.join_launch` and `mixed_launch.join_mixed_launch`.
+    needs its counterpart in `launch_choice.join_launch` and `mixed_launch.choose_joining`.
 
     Decode steps may join only where there is no draft: what each member proposes was chosen for the members of this
     launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
     `Settings.mixed_launches` prompts can join as well, if there is room behind those that go along already
-    (`has_room_along`) and no text may be copied.
+    (`has_room_along`), and unless it is the turn of copies.
     """
     if settings.max_proposals or not (lane.runs_unattended and lane.waiting and lane.running and lane.last_was_decode):
         return False
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
-    prompts_join = settings.mixed_launches and not settings.max_copied
+    prompts_join = settings.mixed_launches and lane.turn != "copies"
     if others and not (prompts_join and all(may_go_along(one.effect) for one in others)):
         return False
     joining_steps = len(lane.waiting) - len(others)

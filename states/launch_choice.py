@@ -33,7 +33,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.all import EffectRequest, Launch
-from effects.decode import RunDecode
+from effects.decode import RunDecode, find_match_class
 from effects.ids import PROMPTS, RequestId
 from effects.prefill import RunPrefill
 from states import copy_branches, residency, speculation_control, step_prices, suffix_control
@@ -48,14 +48,14 @@ from states.lane import (
     start_launch,
     with_decode_plan,
 )
-from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunks, join_mixed_launch, start_mixed_launch
+from states.mixed_launch import UNLIMITED_STEPS, choose_joining, choose_mixed_chunks, start_mixed_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
 from states.residency import Models
 from states.sequences import round_down_to_block
 from states.settings import DecisionContext, Settings
-from states.speculation_plan import Plan, SpeculationControl
+from states.speculation_plan import NO_PLAN, Plan, SpeculationControl
 from states.step_prices import Shape
 
 LaneChoice: TypeAlias = Launch | EffectOutcome | None
@@ -80,18 +80,23 @@ def choose_launch(
     decode_steps = all_decode_steps[: settings.batch_rows]
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
+    copies_turn = False
     if decode_steps and other is not None:
         context = DecisionContext(settings, rates)
         after, chunks = choose_mixed_chunks(lane, others, len(decode_steps), requests, context)
-        if chunks:
-            after, batch = start_mixed_launch(after, decode_steps, chunks, settings)
+        rules = plan_copy_rules(decode_steps, requests, settings, rates) if settings.mixed_launches else NO_PLAN
+        copies_turn = lane.turn == "prompts" and would_copy(decode_steps, requests, rules)
+        if chunks and not copies_turn:
+            ruled = with_copy_rules(decode_steps, decode_steps, rules)
+            after, batch = start_mixed_launch(after, ruled, chunks, settings)
             return after, models, Launch(batch)
-    if decode_steps and (other is None or not lane.last_was_decode):
+    if decode_steps and (other is None or not lane.last_was_decode or copies_turn):
         draft_is_lost = models["draft"].location == "lost"
-        batch, plan, step_count = plan_decode_launch(
-            lane, decode_steps, settings, requests, rates, draft_is_lost=draft_is_lost
-        )
-        return start_launch(lane, batch, plan, step_count), models, Launch(batch)
+        is_alone = copies_turn or len(lane.waiting) == len(decode_steps)
+        given = decode_steps, settings, requests, rates
+        batch, plan, step_count = plan_decode_launch(lane, *given, draft_is_lost=draft_is_lost, is_alone=is_alone)
+        after = start_launch(lane, batch, plan, step_count)
+        return evolve(after, turn="copies") if copies_turn else after, models, Launch(batch)
     assert other is not None
     if len(others) > 1 and may_share_launch(others, settings):
         lane_after_prompts, batch = choose_prompts(lane, others, requests, settings)
@@ -124,12 +129,16 @@ def plan_decode_launch(
     rates: Rates,
     *,
     draft_is_lost: bool,
+    is_alone: bool,
 ) -> tuple[tuple[EffectRequest, ...], Plan, int]:
-    """Return a batch of decode steps, its plan, and the most steps that any member may take without asking."""
+    """Return a batch of decode steps, its plan, and the most steps that any member may take without asking.
+
+    is_alone: nothing else waits, or what waits will stop the launch after its first step.
+    """
     plan = plan_proposals(
         decode_steps, requests, rates, settings.batch_rows, lane.proposing_steps, draft_is_lost=draft_is_lost
     )
-    if len(lane.waiting) == len(decode_steps):
+    if is_alone:
         step_counts = choose_step_counts(get_decode_effects(decode_steps), plan, settings)
     else:
         step_counts = [1] * len(decode_steps)
@@ -240,32 +249,64 @@ def plan_proposals(
 def join_launch(
     lane: Lane, requests: Mapping[RequestId, State], settings: Settings, rates: Rates
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Let all waiting decode steps join the running launch. Returns them as they are launched.
+    """Let waiting effects join the running launch, all of them unless prompts go along. Returns them as launched.
 
-    Where text may be copied, each of them gets a rule as well. The launch copies nothing from then on, because its
+    Where text may be copied, each decode step gets a rule as well. The launch copies nothing from then on, because its
     members are not those that it was planned for. But a match to copy from ends it, and the next launch copies.
     """
-    members = (*lane.running, *lane.waiting)
-    controls = [find_control(requests, one) for one in members]
-    if settings.mixed_launches and not settings.max_copied:
-        return join_mixed_launch(lane, requests, DecisionContext(settings, rates))
-    if not settings.max_copied or not any(control and control.copy_widths for control in controls):
-        return join_waiting(lane, lane.waiting, lane.plan), lane.waiting
-    shape = get_step_shape(members)
-    prices = copy_branches.estimate_copy_prices(rates, shape, settings.batch_rows)
-    # What has not been measured is estimated: the rule only says what is worth another launch.
-    prices = evolve(prices, chains=evolve(prices.chains, needs_plain_step=False))
-    plan = Plan((0,) * len(members), steps=UNLIMITED_STEPS)
-    plan = suffix_control.plan_copies(plan, controls, prices, rates, settings.batch_rows)
-    joining = tuple(
-        with_decode_plan(one, 0, one.effect.steps, own)
-        for one, own in zip(lane.waiting, plan.copying[len(lane.running) :], strict=False)
-        if isinstance(one.effect, RunDecode)
-    )
-    if not joining:  # nothing is worth copying: the rules of the other members are still those of the plan
-        joining = lane.waiting
-        plan = evolve(lane.plan, proposals=plan.proposals)
+    joining = lane.waiting
+    if settings.mixed_launches:
+        lane, joining = choose_joining(lane, requests, DecisionContext(settings, rates))
+    plan = lane.plan
+    if settings.max_copied and any(isinstance(one.effect, RunDecode) for one in joining):
+        steps = [one for one in (*lane.running, *joining) if isinstance(one.effect, RunDecode)]
+        rules = plan_copy_rules(steps, requests, settings, rates)
+        # If nothing is worth copying, the rules of the other members are still those of the plan.
+        plan = evolve(rules if rules.copying else plan, proposals=(0,) * (len(lane.running) + len(joining)))
+        joining = with_copy_rules(joining, steps, rules)
     return join_waiting(lane, joining, plan), joining
+
+
+def plan_copy_rules(
+    steps: Sequence[EffectRequest], requests: Mapping[RequestId, State], settings: Settings, rates: Rates
+) -> Plan:
+    """Plan what these decode steps would copy, in a launch that copies nothing. The plan has no `copying` if nothing is
+    worth it.
+
+    A match to copy from ends such a launch. So a rule only says what is worth another launch, and what has not been
+    measured is estimated.
+    """
+    controls = [find_control(requests, one) for one in steps]
+    plan = Plan((0,) * len(steps), steps=UNLIMITED_STEPS)
+    if not any(control and control.copy_widths for control in controls):
+        return plan
+    prices = copy_branches.estimate_copy_prices(rates, get_step_shape(steps), settings.batch_rows)
+    prices = evolve(prices, chains=evolve(prices.chains, needs_plain_step=False))
+    return suffix_control.plan_copies(plan, controls, prices, rates, settings.batch_rows)
+
+
+def with_copy_rules(
+    effect_requests: Sequence[EffectRequest], steps: Sequence[EffectRequest], plan: Plan
+) -> tuple[EffectRequest, ...]:
+    """Return effects with the rules that a plan has for them, if it has any. steps: those that it was made for."""
+    rules = dict(zip([one.request for one in steps], plan.copying, strict=False))
+    return tuple(
+        with_decode_plan(one, 0, one.effect.steps, rules[one.request])
+        if isinstance(one.effect, RunDecode) and one.request in rules
+        else one
+        for one in effect_requests
+    )
+
+
+def would_copy(steps: Sequence[EffectRequest], requests: Mapping[RequestId, State], plan: Plan) -> bool:
+    """Would one of these decode steps copy text now, by the rules of the plan?"""
+    for one, rule in zip(steps, plan.copying, strict=False):
+        control = find_control(requests, one)
+        if rule is not None and control is not None:
+            group = find_match_class(control.matched)
+            if group >= 0 and rule.counts[group]:
+                return True
+    return False
 
 
 def get_step_shape(decode_steps: Sequence[EffectRequest]) -> Shape:

@@ -19,11 +19,11 @@ states of several prompts in one forward (`may_share_forwards`); otherwise one p
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of a
 prompt that went along. Prompts join it as well, as far as there is room behind those that go along. The others wait.
 
-A server that may copy earlier text (`max_copied`) copies nothing while a prompt goes along. So on such a server no
-prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompts have forwards when
-the launch begins (`count_forwards`). Then the next launch is planned with copies. Decode steps may join all the same,
-and leave the prompts fewer rows in each forward. If the launch ends before all rows were launched, a prompt's last
-outcome says how far they go, and the core asks for the others anew.
+A server that may copy earlier text (`max_copied`) copies nothing in a launch that takes prompts along. But its decode
+steps have the rules for copies all the same, and a match that a rule would copy from ends the launch. If prompts still
+wait then, copies and prompts take turns (`Lane.turn`): a launch that copies is stopped after one step, and the next
+mixed launch ends after two forwards if there is a match. If a launch ends before all rows were launched, a prompt's
+last outcome says how far they go, and the core asks for the others anew.
 
 Example. Requests 1 and 2 decode in one launch. Requests 3 and 4 come with prompts of 800 and 1,000 rows, and forwards
 have 512 rows. Two of them have room for 1,020 rows: 800 of request 3, and 220 of request 4. The next steps take along
@@ -34,6 +34,7 @@ launch, and the next 780 rows of request 4 do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from attrs import evolve
 
@@ -47,7 +48,6 @@ from states.lane import (
     Lane,
     count_decode_steps,
     count_rows_along,
-    join_waiting,
     may_go_along,
     may_share_forwards,
     start_launch,
@@ -172,15 +172,16 @@ def start_mixed_launch(
 
     Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
-    most = 1
-    if settings.mixed_launches:
-        most = count_forwards(prompt_chunks, len(decode_steps)) if settings.max_copied else UNLIMITED_STEPS
+    most = UNLIMITED_STEPS if settings.mixed_launches else 1
     effects = [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
     counts = [min(most, effect.steps) for effect in effects]
-    steps = [with_decode_plan(one, 0, count) for one, count in zip(decode_steps, counts, strict=True)]
+    rules = [effect.copying if settings.mixed_launches else None for effect in effects]
+    planned = zip(decode_steps, counts, rules, strict=True)
+    steps = [with_decode_plan(one, 0, count, rule) for one, count, rule in planned]
     batch = (*steps, *prompt_chunks)
     after = start_launch(lane, batch, Plan((0,) * len(steps)), max(counts))
-    return evolve(after, proposing_steps=lane.proposing_steps), batch
+    turn: Literal["prompts", ""] = "prompts" if settings.mixed_launches else ""
+    return evolve(after, proposing_steps=lane.proposing_steps, turn=turn), batch
 
 
 def count_rows(effect_request: EffectRequest) -> int:
@@ -190,17 +191,10 @@ def count_rows(effect_request: EffectRequest) -> int:
     return effect.stop - effect.start
 
 
-def count_forwards(prompt_chunks: Sequence[EffectRequest], step_count: int) -> int:
-    """Count the forwards that rows of prompts take together with decode steps, if no further step joins."""
-    effect = prompt_chunks[0].effect
-    assert isinstance(effect, RunPrefill), "nothing else goes along"
-    return -(-sum(map(count_rows, prompt_chunks)) // (effect.forward_rows - step_count))
-
-
-def join_mixed_launch(
+def choose_joining(
     lane: Lane, requests: Mapping[RequestId, State], context: DecisionContext
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Let waiting decode steps and prompts join the running launch. Returns them as they are launched.
+    """Choose the waiting decode steps and prompts that join the running launch. Returns them as they are launched.
 
     No prompt joins where its rows have no room next to those that go along already. The decode steps come first. What
     does not join keeps waiting.
@@ -209,5 +203,4 @@ def join_mixed_launch(
     prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     step_count = count_decode_steps(lane.running) + len(steps)
     lane, chunks = choose_mixed_chunks(lane, prompts, step_count, requests, context)
-    joining = (*steps, *chunks)
-    return join_waiting(lane, joining, lane.plan), joining
+    return evolve(lane, turn="prompts") if chunks else lane, (*steps, *chunks)

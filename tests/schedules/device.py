@@ -231,6 +231,8 @@ class Device:
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
         effect_requests = launch.effect_requests
+        if any(isinstance(one.effect, RunPrefill) and one.effect.forward_rows for one in effect_requests):
+            effect_requests = tuple(map(without_copies, effect_requests))
         decode_steps = [
             effect_request for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
         ]

@@ -17,9 +17,9 @@ from states import lane, launch_choice
 from states.events import EffectOutcome, ForRequest, Submitted
 from states.invariants import check_world
 from states.lane import Lane
-from states.mixed_launch import join_mixed_launch
-from states.rates import Rates
-from states.settings import DecisionContext
+from states.rates import Rates, TimedStep
+from states.request_states import MayPropose, Speculating, State
+from states.settings import Settings
 from states.speculation_plan import Plan
 from states.world import Output, World, make_world
 from states.world import advance as advance_world
@@ -27,7 +27,13 @@ from tests.states.builders import ONE, PLAIN, TWO, a_job
 
 ALONG = evolve(PLAIN, chunk=64, block_size=4, mixed_rows=16, mixed_launches=True, slots=4, max_context=200)
 STATEFUL = evolve(ALONG, stateful=True, commits_per_segment=True)
+COPYING = evolve(ALONG, max_copied=7, batch_rows=64)
+TIMED = Rates(
+    decode=(TimedStep(0, 1, 0, 1000, 0),),
+    copy_times=(TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1200, 1000)),
+)
 THREE = RequestId(3)
+MODELS = make_world(COPYING).models
 
 
 def a_step(request: int, steps: int = 9) -> EffectRequest:
@@ -69,14 +75,57 @@ def test_where_no_step_may_go_on_the_launch_has_one_forward() -> None:
     assert not after_.runs_unattended
 
 
-def test_where_text_may_be_copied_the_launch_ends_with_the_rows_and_no_prompt_joins() -> None:
-    copying = evolve(ALONG, max_copied=4)
-    before = Lane((a_prompt(1, 4, 68), a_step(2), a_step(3, steps=1)))
-    after, _, chosen = launch_choice.choose_launch(before, {}, copying, {}, Rates())
-    along = a_prompt(1, 4, 32, forward_rows=16)
-    assert chosen == Launch((a_step(2, steps=2), a_step(3, steps=1), along))
+def copying_step(request: int, matched: int, settings: Settings) -> tuple[EffectRequest, State]:
+    """Return a decode step of a request that may copy, and its state. matched: as in `Decoded`, of its last outcome."""
+    world, _ = advance(make_world(settings), submitted(request, (1,)))
+    state = world.requests[RequestId(request)]
+    assert isinstance(state, Speculating)
+    assert isinstance(state.speculation, MayPropose)
+    control = evolve(state.speculation.control, matched=matched)
+    return a_step(request), evolve(state, speculation=evolve(state.speculation, control=control))
+
+
+def test_where_text_may_be_copied_steps_beside_prompts_have_rules_and_go_on() -> None:
+    """A match ends their launch, so it need not be short, and prompts may join it."""
+    step, state = copying_step(2, 0, COPYING)
+    before = Lane((a_prompt(1, 4, 68), step))
+    after, _, chosen = launch_choice.choose_launch(before, {}, COPYING, {TWO: state}, TIMED)
+    assert isinstance(chosen, Launch)
+    [launched] = [one.effect for one in chosen.effect_requests if isinstance(one.effect, RunDecode)]
+    assert launched.steps == 9
+    assert launched.copying is not None
+    assert any(launched.copying.counts)
     assert after.runs_unattended
-    assert not lane.can_join(evolve(running(a_step(2)), waiting=(a_prompt(4, 0, 8),)), copying)
+    assert after.turn == "prompts"
+    done = lane.record_outcome(after, EffectOutcome(ONE, PrefillAdvanced(34)), ends_together=False)
+    assert lane.can_join(evolve(done, waiting=(a_prompt(4, 0, 8),)), COPYING)
+
+
+def test_copies_and_prompts_take_turns_while_both_wait() -> None:
+    """Of a launch that copies beside a waiting prompt, only one step is taken: the prompt stops it."""
+    step, state = copying_step(2, 30, COPYING)
+    lane_ = Lane((a_prompt(1, 4, 68), step))
+    turns = list[str]()
+    for _ in range(4):
+        after, _, chosen = launch_choice.choose_launch(lane_, MODELS, COPYING, {TWO: state}, TIMED)
+        assert isinstance(chosen, Launch)
+        [copying] = [one.effect.copying for one in chosen.effect_requests if isinstance(one.effect, RunDecode)]
+        assert copying is not None
+        turns.append(after.turn)
+        assert (len(chosen.effect_requests) == 1) == (after.turn == "copies")
+        if after.turn == "copies":
+            assert after.waiting == lane_.waiting[:1]
+            assert not lane.can_join(after, COPYING)
+            assert lane.is_blocking(after)
+        lane_ = evolve(after, running=(), waiting=lane_.waiting)
+    assert turns == ["prompts", "copies", "prompts", "copies"]
+
+
+def test_without_a_match_prompts_go_along_in_every_launch() -> None:
+    step, state = copying_step(2, 0, COPYING)
+    before = Lane((a_prompt(1, 4, 68), step), turn="prompts")
+    after, _, _ = launch_choice.choose_launch(before, {}, COPYING, {TWO: state}, TIMED)
+    assert after.turn == "prompts"
 
 
 def test_prompts_wait_for_the_one_that_goes_along_and_nothing_stops() -> None:
@@ -86,7 +135,7 @@ def test_prompts_wait_for_the_one_that_goes_along_and_nothing_stops() -> None:
     assert not lane.can_join(busy, STATEFUL)
     done = lane.record_outcome(busy, EffectOutcome(TWO, PrefillAdvanced(28)), ends_together=False)
     assert lane.can_join(done, ALONG)
-    joined, joining = join_mixed_launch(done, {}, DecisionContext(ALONG))
+    joined, joining = launch_choice.join_launch(done, {}, ALONG, Rates())
     assert joining == (a_prompt(3, 0, 8, forward_rows=16),)
     assert joined.running == (a_step(1), *joining)
     assert joined.waiting == ()
@@ -96,7 +145,7 @@ def test_decode_steps_join_while_prompts_wait() -> None:
     waiting = (a_prompt(3, 0, 8), a_step(4))
     busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=waiting)
     assert lane.can_join(busy, ALONG)
-    joined, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
+    joined, joining = launch_choice.join_launch(busy, {}, ALONG, Rates())
     assert joining == (a_step(4),)
     assert joined.waiting == waiting[:1]
     assert not lane.is_blocking(joined)
@@ -104,7 +153,7 @@ def test_decode_steps_join_while_prompts_wait() -> None:
 
 def test_a_decode_step_and_a_prompt_join_together_the_step_first() -> None:
     busy = running(a_step(1), waiting=(a_prompt(3, 0, 40), a_step(4)))
-    _, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
+    _, joining = launch_choice.join_launch(busy, {}, ALONG, Rates())
     assert joining == (a_step(4), a_prompt(3, 0, 28, forward_rows=16))
 
 
@@ -261,10 +310,10 @@ def test_the_rows_of_a_forward_take_no_longer_than_one_and_a_half_latency_target
 
 def test_rows_that_would_be_cut_to_less_than_a_block_wait_for_the_next_forward() -> None:
     busy = running(a_step(1), a_prompt(2, 0, 27, forward_rows=16), waiting=(a_prompt(3, 0, 8), a_step(4)))
-    _, joining = join_mixed_launch(busy, {}, DecisionContext(ALONG))
+    _, joining = launch_choice.join_launch(busy, {}, ALONG, Rates())
     assert joining == (a_step(4),), "the room is one row"
     shorter = evolve(busy, running=(a_step(1), a_prompt(2, 0, 24, forward_rows=16)))
-    _, joining = join_mixed_launch(shorter, {}, DecisionContext(ALONG))
+    _, joining = launch_choice.join_launch(shorter, {}, ALONG, Rates())
     assert joining == (a_step(4), a_prompt(3, 0, 4, forward_rows=16))
 
 

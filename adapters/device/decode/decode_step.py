@@ -26,7 +26,8 @@ Invariants:
 * Out of memory while settling leaves some layers committed and others not: these slots are broken.
 * A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
 * With a draft, all requests of a launch take another step or none does: they share its cost.
-* Text is copied only while a launch has the members that it began with. Later a match to copy from ends it.
+* Text is copied only while a launch has the members that it began with, and takes no prompts along. Otherwise a match
+  to copy from ends it.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class DecodeRunner:
         if self._batch is not None:
             self._batch.join(effect_requests)
             return []
-        batch = RunningBatch(steps, self.lane, self.before_report)
+        takes_prompts = any(map(goes_along, effect_requests))
+        batch = RunningBatch(steps, self.lane, self.before_report, has_changed=takes_prompts)
         self._batch = batch
         not_along = list[EffectRequest]()
         try:

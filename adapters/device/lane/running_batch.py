@@ -80,13 +80,13 @@ class RunningBatch:
     """The launch that runs, and the requests that join it between two steps. Used on the lane only.
 
     before_report: called before outcomes are reported. has_changed: a request has joined or ended, so the members are
-    not those that the launch was planned for.
+    not those that copies were planned for. Nothing is copied then. It is so from the beginning where prompts go along.
     """
 
     outcomes: OutcomeQueue
     lane: DeviceLane
     before_report: Callable[[], object]
-    has_changed: bool = field(init=False, default=False)
+    has_changed: bool = False
     _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
 
     def join(self, effect_requests: Sequence[EffectRequest]) -> None:

@@ -23,15 +23,14 @@ def with_prompts_along(settings: Settings, shard: Pipeline) -> Settings:
 
     * With positional state there must be mixed forwards, and kernels must settle the rows of a prompt but not decode
       rows. A prompt that nothing waits for gets a few chunks at a time, since such launches end between two chunks.
-    * Without, prompts go along instead of having a lane of their own. They keep that lane where text may be copied,
-      since a launch copies nothing while a prompt goes along. So do those of models with experts, for which the two
-      were not compared.
+    * Without, prompts go along instead of having a lane of their own. Those of models with experts keep that lane,
+      because the two were not compared for them.
     """
     if settings.max_proposals or not shard.spec.runs_ahead:
         return settings
     if settings.mixed_rows and settings.stateful and settings.commits_per_segment:
         return evolve(settings, mixed_launches=True, chunks_per_prefill=min(shard.span, CHUNKS_ALONE))
-    if settings.prompt_lane_min_rows and not (settings.max_copied or has_experts(shard)):
+    if settings.prompt_lane_min_rows and not has_experts(shard):
         rows = min(settings.chunk, FORWARD_ROWS)
         return evolve(settings, mixed_launches=True, mixed_rows=rows, prompt_lane_min_rows=0)
     return settings

@@ -23,6 +23,7 @@ from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
 from effects.grammar import Grammar
 from effects.ids import RequestId, SlotId
 from effects.job import Sampling
+from effects.prefill import PrefillAdvanced, RunPrefill
 from engine.tools.bench.forced_answer import force_answers
 from tests.device.driver import (
     GREEDY,
@@ -400,4 +401,29 @@ async def test_while_no_member_has_ended_a_match_is_copied_within_the_launch(ahe
     for answer, done in zip(answers, outcomes, strict=True):
         assert [*done.tokens] == answer[:12]
     assert set(text.copied) == {1}
+    assert driver.executor.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("answered", [1, 7, 50])
+async def test_a_launch_that_takes_a_prompt_along_copies_nothing_and_ends_at_a_match(answered):
+    """No member has ended or joined, but the core planned no copies beside a prompt."""
+    fake, prompts = FakeShard(), (prompt_of(50, 20), prompt_of(51, 20))
+    answers = [straightforward(fake, prompt, GREEDY, 30) for prompt in prompts]
+    text = Script(frozenset({(1, 20 + answered)}))
+    driver = drive(fake, text_proposer=text)
+    let_run_ahead(driver)
+    clients = [await driver.open(prompt, slot=slot) for slot, prompt in enumerate(prompts)]
+    for client in clients:
+        await client.prefill()
+    late = await driver.open(prompt_of(52, 70), slot=2)
+    steps = [copying(client, a_rule(3, 7, steps=9), 12) for client in clients]
+    along = EffectRequest(late.request, RunPrefill(late.slot, 0, 69, forward_rows=16))
+    *outcomes, read = await driver.perform(*steps, along)
+    # The step behind the one with the match was launched before that one was read.
+    taken = min(answered + 1, 12)
+    for answer, done in zip(answers, outcomes, strict=True):
+        assert [*done.tokens] == answer[:taken]
+    assert text.copied == []
+    assert read == PrefillAdvanced(min(14 * taken, 69))
     assert driver.executor.close()

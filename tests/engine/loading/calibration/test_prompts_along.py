@@ -30,11 +30,12 @@ def test_prompts_of_a_dense_model_on_a_gpu_go_along_instead_of_having_a_lane() -
     found = with_prompts_along(DENSE, make_shard())
     assert found == evolve(DENSE, mixed_launches=True, mixed_rows=1024, prompt_lane_min_rows=0)
     assert with_prompts_along(evolve(DENSE, chunk=256), make_shard()).mixed_rows == 256
+    copying = evolve(DENSE, max_copied=8)
+    assert with_prompts_along(copying, make_shard()) == evolve(found, max_copied=8), "this is the default"
 
 
-@pytest.mark.parametrize("changes", [{"max_copied": 8}, {"prompt_lane_min_rows": 0}])
-def test_prompts_of_a_dense_model_keep_their_lane_where_text_is_copied(changes: dict[str, Any]) -> None:
-    settings = evolve(DENSE, **changes)
+def test_a_dense_model_whose_prompts_have_no_lane_stays_as_it_is() -> None:
+    settings = evolve(DENSE, prompt_lane_min_rows=0)
     assert with_prompts_along(settings, make_shard()) == settings
 
 

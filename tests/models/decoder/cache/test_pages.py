@@ -125,6 +125,22 @@ def test_rows_that_are_copied_into_a_slot_outlive_the_pages_that_it_had_in_anoth
     assert bool((cache.view(1, 0, 2 * PAGE) == 1).all())
 
 
+@pytest.mark.cuda
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_slot_is_given_pages_without_waiting_for_the_device() -> None:
+    """A slot is opened while the device runs a step. If the host waited for it, the next one would be launched late."""
+    cache = PagedKvCache(["layers.0"], SIZE, dtype=torch.bfloat16, device=torch.device("cuda"), pages=8)
+    cache.seat(0, 0, 0, (6, 2))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.seat(1, 0, PAGE + 5, (6, 4))
+        cache.grow(1, (7,))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert cache.table[1].tolist() == [6, 4, 7]
+
+
 @pytest.mark.parametrize("kind", [KvCache, PagedKvCache])
 @pytest.mark.parametrize(
     ("keep", "pages", "said"),
