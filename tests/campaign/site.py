@@ -239,7 +239,7 @@ HEADS = (
 )
 
 
-# A text, how often it makes a prompt of some hundred tokens, and how often one that no context of the demo holds (32,768
+# A text, how often it makes a prompt of some hundred tokens, and how often one that the demo has no room for (32,768
 # tokens). A prompt between the two is computed and then answered, which takes seconds and shows nothing of its own.
 LONG_TEXTS = (
     ("All work and no play. ", 100, 5_000),

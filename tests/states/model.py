@@ -89,8 +89,8 @@ STATEFUL = tuple(
 TIGHT = evolve(BLOCKS[0], scorer_max_tokens=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
 SPANNING = evolve(BLOCKS[2], chunks_per_prefill=2)  # a prefill of two chunks
-# Those in which a slot may lose its rows. With a store, a prompt scorer and kept answers, jobs of several scopes then have
-# 31,000 nodes, as many as all other combinations of SETTINGS: only the walk of all options has them.
+# Those in which a slot may lose its rows. With a store, a prompt scorer and kept answers, jobs of several scopes have
+# 31,000 nodes then, as many as all other combinations together: only the walk of all options has them.
 LOSING = (
     *(
         one
