@@ -144,9 +144,9 @@ class CudaDelta:
         factors = (scratch.mix, scratch.fold, scratch.lines)
         singles = plan.singles if settles == SOME else None
         if singles is not None:
-            given = (plan.chunks, singles, *inputs, *factors, state.memory, out, gates.stride(0), len(singles), scale)
+            joint = (plan.chunks, singles, *inputs, *factors, state.memory, out, gates.stride(0), len(singles), scale)
             grid = len(singles) + limit, shape.value_heads
-            launch(delta_single.factor_and_read, grid, *given, TILE=tile, **sizes, **wide)
+            launch(delta_single.factor_and_read, grid, *joint, TILE=tile, **sizes, **wide)
         else:
             given = (plan.chunks, *inputs, *factors, gates.stride(0), scale)
             launch(delta_factor.factor, (limit, shape.value_heads), *given, **sizes, **wide)
