@@ -1,9 +1,9 @@
 """Pace of background work: what the engine may do while requests are served, and when.
 
-Problem. Some work serves no request that waits now: snapshots are copied out of slots, host memory is pinned for them,
-free memory is given back to the system. It takes memory bandwidth, processors and the interpreter from requests. And
-decode steps take the device from prompts that are computed at the same time. Whether such work may go on depends on
-what all requests wait for, so it is decided here and not where the work is done.
+Problem. Some work serves no request that waits now. Snapshots are copied out of slots, host memory is pinned for them,
+and free memory is given back to the system. That takes memory bandwidth, processors and the interpreter from requests.
+And decode steps take the device from prompts that are computed at the same time. Whether such work may go on depends on
+what all requests wait for. So it is decided here, and not where the work is done.
 
 Idea. `Demand` is what the requests want now, as far as background work depends on it. The world keeps it up to date
 (`follow_transition`, `follow_queues`) and calls `decide_pace` when it has changed or a timer has elapsed. That
@@ -14,8 +14,8 @@ returns the next `Pacing` and the effects that tell executors what has changed. 
 * `PaceMemory`: host memory is pinned with pauses while any request is served.
 * `PaceSnapshot`: what the oldest snapshot may do. Snapshots are taken one after the other, in the order in which they
   were asked for, so the others have to wait anyway.
-* `TrimMemory`: free memory is given back, at most every `trim_interval` (`DELAYS_NS`) after work, best while no request
-  is served.
+* `TrimMemory`: free memory is given back after work, at most every `trim_interval` (`DELAYS_NS`), and best while no
+  request is served.
 
 The core has no clock. `StartTimer` is an effect, and `TimerElapsed` is the event that answers it. A timer is not
 stopped: one whose number no state holds any more is ignored.

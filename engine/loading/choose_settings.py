@@ -36,6 +36,7 @@ from engine.loading.shard_peers import (
     describe_placement,
 )
 from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_options import SpeculationOptions
 from engine.settings.options import Options
 from engine.settings.paths import AUTO
 from states.residency import resolve_residency
@@ -61,12 +62,7 @@ def choose_settings(
     numerics = proven.numerics
     has_draft = draft is not None
     stateful = bool(shard.states.specs)
-    obstacle = shard.states.tree_obstacle
-    wants_trees = options.speculation.ddtree and has_draft
-    no_trees = wants_trees and bool(obstacle)
-    if no_trees:
-        log.warning("--ddtree: %s; chains are proposed instead of trees", obstacle)
-    tree = options.speculation.ddtree_budget if wants_trees and not no_trees else 0
+    tree, no_trees = choose_tree(options.speculation, shard.states.tree_obstacle, has_draft=has_draft)
     residency, message = resolve_residency(
         options.speculation.residency_policy,
         has_draft=has_draft,
@@ -115,6 +111,19 @@ def choose_settings(
         shared_checkpoint_limit=options.checkpoints.kv_cache_cold_max,
     )
     return with_prompts_along(with_expert_counts(found, parts.experts), shard)
+
+
+def choose_tree(options: SpeculationOptions, obstacle: str, *, has_draft: bool) -> tuple[int, bool]:
+    """Return the most tokens of a proposed tree, 0 for chains, and whether trees were asked for in vain.
+
+    obstacle: why the model cannot verify trees; empty if it can.
+    """
+    if not (options.ddtree and has_draft):
+        return 0, False
+    if obstacle:
+        log.warning("--ddtree: %s; chains are proposed instead of trees", obstacle)
+        return 0, True
+    return options.ddtree_budget, False
 
 
 def list_timed_copies(options: Options, max_copied: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from tests.e2e.server import Running
 DEADLINE_S = 45.0  # for an answer; a head must come within 10 s, the next part of a body within 30 s
 SETTLING_S = 30.0  # until everything is given back
 MEMORY_MIB = 256  # that a server may keep after some hundred hostile requests: its parsers' and its pools' memory
-PROBES = 12
+PROBES = 6
 ASKED = {"max_tokens": 4, "temperature": 0.8, "seed": 5, "logprobs": 2}
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -239,6 +239,16 @@ HEADS = (
 )
 
 
+# A text, how often it makes a prompt of some hundred tokens, and how often one that the demo has no room for (32,768
+# tokens). A prompt between the two is computed and then answered, which takes seconds and shows nothing of its own.
+LONG_TEXTS = (
+    ("All work and no play. ", 100, 5_000),
+    ("a", 1_000, 100_000),
+    ("\u6771", 200, 100_000),
+    (" ", 10_000, 600_000),
+)
+
+
 def posted(raw: bytes) -> bytes:
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(raw) + raw
 
@@ -305,8 +315,9 @@ def attack(site: CampaignSite, endless: bytes, random: Random) -> None:
             case 4:  # byte by byte, for a while
                 for at in range(random.randrange(60)):
                     connection.sendall(posted(GOOD)[at : at + 1])
-            case 5:  # a prompt that is too long, answered or not waited for
-                text = random.choice(("All work and no play. ", "a", "\u6771", " ")) * random.choice((3000, 100_000))
+            case 5:  # a long prompt or one that is too long, answered or not waited for
+                unit, few, many = random.choice(LONG_TEXTS)
+                text = unit * random.choice((few, many))
                 connection.sendall(posted(json.dumps({"prompt": text, "max_tokens": 1}).encode()))
                 if random.random() < 0.6:
                     answered(heard(connection))

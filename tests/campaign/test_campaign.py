@@ -38,6 +38,7 @@ def test_a_few(kind: Kind, tmp_path: Path) -> None:
     with kind.bench(tmp_path) as case:
         for number in range(kind.few):
             guard(case, Random(seed_of(SEED, kind.name, number)))
+    assert guard.run == kind.few > 0
 
 
 @pytest.mark.parametrize("kind", DECODERS, ids=named)
@@ -47,6 +48,7 @@ def test_decoders(kind: Kind, examples: int, tmp_path: Path) -> None:
     guard = Watchdog()
     with kind.bench(tmp_path) as case:
         spoilt_cases(lambda random: guard(case, random), examples or kind.few)
+    assert guard.run >= (examples or kind.few)
 
 
 def test_cases_that_look_for_new_code() -> None:

@@ -24,7 +24,7 @@ from adapters.device.decode.decode_step import DecodeRunner
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.store.disk.disk_tier import DiskTier
 from benchmarks import exactness
-from benchmarks.exactness import Answered, draw_prompts, together
+from benchmarks.exactness import Answered, together
 from effects.decode import MATCH_CLASSES
 from effects.ids import Tokens
 from effects.job import Job
@@ -40,9 +40,11 @@ from tests.e2e.test_kinds_of_drafts import save
 from tests.e2e.test_speculation import timeless
 
 pytestmark = pytest.mark.skipif(build_text_matcher() is None, reason="there is no compiled library")
-ANSWER, LONGEST, PROMPTS = 24, 120, 4
+ANSWER = 24
+# What `exactness.draw_prompts(8, 120)` returned once: drawing takes 7 s of processor time (Intel Xeon 2.8 GHz), and
+# depends on what is installed.
+PROMPTS = Path(__file__).with_name("drawn_prompts.json")
 FULL = Scope("full")
-DRAWN = "prompts.json"  # the file with the prompts for the process that is killed
 
 
 @frozen
@@ -121,15 +123,10 @@ async def answer(
         return await together(target, jobs, at_once=at_once, **changed)
 
 
-@cache
-def draw_once() -> list[Tokens]:
-    """Drawing takes 12 s of processor time (Intel Xeon 2.8 GHz), so a process that is killed is given the prompts."""
-    return draw_prompts(2 * PROMPTS, LONGEST)
-
-
-def make_jobs(drawn: Sequence[Tokens] | None = None) -> list[Job]:
+def make_jobs() -> list[Job]:
     """Prompts that say everything twice, so that there is something to copy; greedy and sampled ones in turn."""
-    jobs = exactness.make_jobs(drawn or draw_once(), (), answer=ANSWER)[::2]
+    drawn = [tuple(prompt) for prompt in json.loads(PROMPTS.read_text())]
+    jobs = exactness.make_jobs(drawn, (), answer=ANSWER)[::2]
     return [evolve(job, prompt=job.prompt * 2) for job in jobs]
 
 
@@ -188,8 +185,7 @@ def verified() -> Iterator[Verified]:
 async def leave(kind: str, folder: Path) -> None:
     """Answer, and be killed as soon as everything is on disk. It runs in a process of its own."""
     target = await load(KINDS[kind], folder)
-    drawn = [tuple(prompt) for prompt in json.loads((folder / DRAWN).read_text())]
-    await answer(target, KINDS[kind], [evolve(job, scope=FULL) for job in make_jobs(drawn)])
+    await answer(target, KINDS[kind], [evolve(job, scope=FULL) for job in make_jobs()])
     assert target.transfer is not None
     disk = target.transfer.store.find_tier(DiskTier)
     assert disk is not None
@@ -199,7 +195,6 @@ async def leave(kind: str, folder: Path) -> None:
 
 
 def be_killed(kind: str, folder: Path) -> None:
-    (folder / DRAWN).write_text(json.dumps(draw_once()))
     words = ["-c", "from tests.e2e.test_draft_table import main; main()", kind, str(folder)]
     ended = subprocess.run([sys.executable, *words], check=False, timeout=200)
     assert ended.returncode == -signal.SIGKILL

@@ -58,7 +58,10 @@ def leave_early(running: Running, body: dict[str, Any]) -> None:
         answer.raise_for_status()
 
 
-@pytest.mark.parametrize(("model", "leader_leaves"), [("demo", False), ("demo", True), ("demo-hybrid", True)])
+@pytest.mark.parametrize(
+    ("model", "leader_leaves"),
+    [("demo", False), pytest.param("demo", True, marks=pytest.mark.long), ("demo-hybrid", True)],
+)
 @pytest.mark.timeout(240)
 def test_a_head_in_common_is_computed_once(tmp_path: Path, model: str, leader_leaves: bool) -> None:
     trace, bodies = tmp_path / "followers.jsonl", make_bodies(1 + leader_leaves)

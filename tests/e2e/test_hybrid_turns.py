@@ -151,7 +151,7 @@ def test_over_http_a_turn_computes_no_more_whatever_the_template_writes_behind_a
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kept", "checkpoints"), [(128, 8), (192, 8), (192, 0)])
+@pytest.mark.parametrize(("kept", "checkpoints"), [pytest.param(128, 8, marks=pytest.mark.long), (192, 8), (192, 0)])
 def test_a_prompt_whose_state_came_from_a_slot_is_restored_after_a_kill(
     tmp_path: Path, kept: int, checkpoints: int
 ) -> None:

@@ -76,7 +76,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_command_has_a_shell_complete_ours(
     shell: str, script: str, startup: str | None, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(2):
+    for _ in range(2 if shell == "bash" else 1):  # making a script takes half a second
         assert main(["completion", shell]) == 0
     assert str(home / script) in capsys.readouterr().out
     written = (home / script).read_text()

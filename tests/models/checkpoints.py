@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.config.dense_config import DenseConfig
@@ -17,7 +18,7 @@ from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interfaces.layer_interface import Kernels
-from adapters.models.kernels.interfaces.product_list import Products
+from adapters.models.kernels.interfaces.product_list import ProductPlan, Products
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 
@@ -212,13 +213,32 @@ def proven(
     return kernels_for(listed, dtype, capacity, own=own)
 
 
+# What was proven in this process, by what a proof depends on: a weight or head that another list has too is not proven
+# again.
+proven_plans: dict[Hashable, ProductPlan] = {}
+
+
 @cache
 def kernels_for(listed: Products, dtype: torch.dtype, capacity: int, *, own: bool = True) -> CpuKernels:
     """capacity: whatever tells lists apart that differ in nothing but their keys."""
-    kernels = CpuKernels(dtype, own=own)
-    proof = kernels.prove(listed)
+    kernels, key = CpuKernels(dtype, own=own), (listed.rows, listed.threads, listed.wider, listed.unpacked, dtype, own)
+    known = proven_plans.get(key)
+    proof = kernels.prove(listed, known)
     assert proof.holds, (capacity, proof.failures)
+    assert proof.plan is not None
+    proven_plans[key] = proof.plan if known is None else join_plans(proof.plan, known)
     return kernels.with_plan(proof.plan)
+
+
+def join_plans(plan: ProductPlan, other: ProductPlan) -> ProductPlan:
+    """Return what either plan has of weights, heads and recurrent layers."""
+    return evolve(
+        plan,
+        weights=tuple(dict.fromkeys((*plan.weights, *other.weights))),
+        heads=tuple(dict.fromkeys((*plan.heads, *other.heads))),
+        deltas=tuple(dict.fromkeys((*plan.deltas, *other.deltas))),
+        packed=tuple(dict.fromkeys((*plan.packed, *other.packed))),
+    )
 
 
 def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:

@@ -188,17 +188,16 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turned(x: Tensor, positions: list[int], rotary: Rotary) -> Tensor:
-    """x `[rows, heads, hd]`, pair (i, i + hd / 2) turned by position times frequency i, one pair at a time."""
-    head = rotary.head_dim
-    out = x.clone()
-    for i in range(head // 2):
-        frequency, scale = slow_frequency(rotary, i)
-        for row, position in enumerate(positions):
-            cos, sin = math.cos(position * frequency) * scale, math.sin(position * frequency) * scale
-            a, b = x[row, :, i], x[row, :, i + head // 2]
-            out[row, :, i] = a * cos - b * sin
-            out[row, :, i + head // 2] = b * cos + a * sin
-    return out
+    """x `[rows, heads, hd]`, pair (i, i + hd / 2) turned by position times frequency i."""
+    half = rotary.head_dim // 2
+    pairs = [slow_frequency(rotary, i) for i in range(half)]
+    angles = [[position * frequency for frequency, _ in pairs] for position in positions]
+    cos, sin = (
+        x.new_tensor([[turn(at) * scale for at, (_, scale) in zip(row, pairs, strict=True)] for row in angles])[:, None]
+        for turn in (math.cos, math.sin)
+    )
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 def slow_frequency(rotary: Rotary, i: int) -> tuple[float, float]:

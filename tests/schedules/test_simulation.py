@@ -5,7 +5,7 @@ answer changes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -51,7 +51,8 @@ from tests.schedules.simulator import Simulator
 
 ONE, TWO = RequestId(1), RequestId(2)
 CHUNK = 100
-COVERED = 800  # seeds of `test_the_schedules_go_nearly_everywhere`
+# Seeds of `test_the_schedules_go_nearly_everywhere`: the first ones, and two that take the rows that are left then.
+COVERED, RARE = 300, (398, 745)
 
 
 def chunks(usual: int, most: int, start: int = 0, step: int = CHUNK) -> list[Any]:
@@ -90,7 +91,7 @@ def play(seed: int, make: Callable[[int], Simulator] = Simulator, *, replay: boo
 
 
 def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row, and nine arms in ten, are taken in some hundred schedules, none of which breaks a promise."""
+    """Every row, and six arms in seven, are taken in some hundred schedules, none of which breaks a promise."""
     taken = set()
     real = states.world.step
 
@@ -100,7 +101,7 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         return then
 
     monkeypatch.setattr(states.world, "step", noted)
-    for seed in range(COVERED):
+    for seed in (*range(COVERED), *RARE):
         assert not play(seed, replay=False).world.requests
     arms = {(row.state, row.event, arm) for row in TABLE.values() for arm in row.arms}
     assert taken <= arms
@@ -110,13 +111,23 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(taken) > 0.85 * len(arms)
 
 
+def make_crowded(seed: int, settings: Settings, jobs: list[Job]) -> Simulator:
+    """Return a schedule in which a request comes at every other chance."""
+    simulator = Simulator(seed, settings, jobs)
+    simulator.arrivals = 0.5
+    return simulator
+
+
+def iterate_outputs(simulator: Simulator) -> Iterator[Any]:
+    """Yield what the core has asked for in a schedule: launches and effects."""
+    return (out for _, outs in simulator.history for out in outs)
+
+
 def short_of_pages(seed: int) -> Simulator:
     """Return a schedule with more requests at once than there are pages for, and with long answers."""
     drawn = Simulator(seed)
     settings = evolve(drawn.settings, slots=6, pages=20, page=4, max_queue=20)
-    simulator = Simulator(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
-    simulator.arrivals = 0.5
-    return simulator
+    return make_crowded(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
 
 
 @pytest.mark.parametrize("first", chunks(100, 300))
@@ -132,9 +143,7 @@ def going_along(seed: int) -> Simulator:
     how |= {"stateful": False, "state_checkpoints": 0, "max_proposals": 0, "max_branch": 0, "prompt_lane_min_rows": 0}
     how |= {"slots": rng.randint(3, 6), "batch_rows": 8, "chunk": 16, "chunks_per_prefill": rng.choice((3, 4))}
     settings = evolve(drawn.settings, **how, mixed_launches=True, pages=drawn.settings.pages and 60)
-    simulator = Simulator(seed, settings, drawn.jobs)
-    simulator.arrivals = 0.5
-    return simulator
+    return make_crowded(seed, settings, drawn.jobs)
 
 
 @pytest.mark.parametrize("first", chunks(100, 1000))
@@ -143,7 +152,7 @@ def test_prompts_that_go_along_together_lose_nobody_and_change_no_answer(first: 
     for seed in range(first, first + CHUNK):
         simulator = play(seed, going_along)
         assert not simulator.world.requests
-        launches = (out for _, outs in simulator.history for out in outs if isinstance(out, Launch))
+        launches = (out for out in iterate_outputs(simulator) if isinstance(out, Launch))
         prompts = ([one for one in launch.effect_requests if is_along(one)] for launch in launches)
         together += sum(len(each) > 1 for each in prompts)
     assert together > CHUNK // 10
@@ -171,9 +180,7 @@ def reading(seed: int) -> Simulator:
         else job
         for job in drawn.jobs
     ]
-    simulator = Simulator(seed, settings, jobs)
-    simulator.arrivals = 0.5
-    return simulator
+    return make_crowded(seed, settings, jobs)
 
 
 @pytest.mark.parametrize("first", chunks(100, 400))
@@ -183,7 +190,7 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
     for seed in range(first, first + CHUNK):
         simulator, stopped = play(seed, reading), set[RequestId]()
         assert not simulator.world.requests
-        for out in (out for _, outs in simulator.history for out in outs):
+        for out in iterate_outputs(simulator):
             if isinstance(out, Launch):
                 stopped -= {effect_request.request for effect_request in out.effect_requests}
             elif isinstance(out.effect, StopLaunch):

@@ -583,7 +583,7 @@ def some_rates() -> st.SearchStrategy[Rates]:
     return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(make_rates, dear, seen))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rates=some_rates(),
     house=st.sampled_from([CHAIN, TREE, evolve(CHAIN, max_proposals=3), evolve(CHAIN, max_proposals=10)]),

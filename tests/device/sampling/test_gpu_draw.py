@@ -5,13 +5,8 @@ GPU.
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +18,8 @@ from adapters.models.kernels.cpu.sampling import HostSampling
 from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.interfaces.sampling_interface import PENDING, Penalties
 from effects.job import Sampling
+from tests.child_code import check_interpreted
 
-ROOT = Path(__file__).parents[3]
 INTERPRETED = 24
 BLOCK = 1024  # of `cuda/draw.py`, which needs Triton
 HOST = HostSampling(torch.device("cpu"))
@@ -136,7 +131,6 @@ def test_of_a_row_that_is_not_finite_some_token_is_drawn(value: float) -> None:
     check_token_is_drawn(value, "cuda")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="comes with CUDA builds of torch")
 def test_the_interpreter_draws_and_tells_what_a_host_does() -> None:
     code = (
         "from math import inf, nan\n"
@@ -145,4 +139,4 @@ def test_the_interpreter_draws_and_tells_what_a_host_does() -> None:
         "for value in (nan, inf, -inf): check_token_is_drawn(value, 'cpu')\n"
         "for seed in range(20): check_penalties(seed, 'cpu', (30, BLOCK, 1500)[seed % 3])"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    check_interpreted(code, 110)

@@ -190,8 +190,11 @@ def test_a_decoding_step_never_waits_for_the_device():
     for at, step in enumerate(batch_steps[:3]):
         shard.logits(step, shard.forward(step, tokens[at : at + 1]).hidden)
     kernels, batch = shard._kernels, shard._buffers[4].batch  # noqa: SLF001 - the step without its one host copy
+    waited_for = torch.ones(1, device=DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            waited_for.item()
         kernels.prepare_step(batch)
         for name in ("layers", "logits"):
             kernels.launch(name, batch, lambda: pytest.fail("no graph was recorded"))

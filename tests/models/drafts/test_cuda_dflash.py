@@ -237,8 +237,11 @@ def test_a_forward_never_waits_for_the_device():
         draft.logits([BlockRequest(0, 0, 16, 9, 15)])
     kernels = draft._kernels  # noqa: SLF001 - the steps without their one host copy
     context, block = draft._contexts[16, len(draft.aux_layers)], draft._blocks[16]  # noqa: SLF001
+    waited_for = torch.ones(1, device=DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            waited_for.item()
         for name, buffers in (("extend", context), ("propose", block)):
             kernels.prepare_step(buffers.batch)
             kernels.launch(name, buffers.batch, lambda: pytest.fail("no graph was recorded"))

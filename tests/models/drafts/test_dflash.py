@@ -320,7 +320,7 @@ def large(tmp_path):
     config = config_of(num_layers=1, hidden_size=512, intermediate_size=8192, masks=config_of().masks[:1])
     save_draft(tmp_path, config, random_tensors(config))
     target = evolve(TARGET, hidden_size=512)
-    draft = draft_of(config, DraftCheckpoint.open(tmp_path, target), capacity=64)
+    draft = draft_of(config, DraftCheckpoint.open(tmp_path, target), capacity=64, kernels=CpuKernels(torch.float32))
     extend(draft, 64, (0, 0, aux_hidden_states_of(config, 50)))
     return draft
 

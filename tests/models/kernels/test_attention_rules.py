@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,8 +12,8 @@ from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
+from tests.child_code import check_interpreted
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 HEADS, KV, HEAD, CAPACITY, LENGTH = 6, 2, 32, 1024, 700
 SINKS = torch.linspace(-2, 3, HEADS)
@@ -158,7 +153,4 @@ def test_queries_without_keys_of_their_own_are_rotated_alike(own):
     ],
 )
 def test_the_triton_kernels_attend_alike_in_the_interpreter(check):
-    pytest.importorskip("triton")
-    code = f"from tests.models.kernels import interpreted_attention; interpreted_attention.{check}"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=environment, timeout=500)
+    check_interpreted(f"from tests.models.kernels import interpreted_attention; interpreted_attention.{check}", 500)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +32,7 @@ from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
+from tests.child_code import check_interpreted
 from tests.models.checkpoints import (
     EXPERTS,
     proven,
@@ -369,8 +366,4 @@ def test_sizes_of_the_30b_are_those_that_are_published():
 @pytest.mark.long
 def test_experts_in_one_launch_are_those_one_by_one_in_the_interpreter():
     """The checks have every activation, biases, scales, and a router that reads other rows."""
-    pytest.importorskip("triton")
-    code = "from tests.models.kernels.interpreted_experts import check_experts; check_experts()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, env=environment, timeout=500)
+    check_interpreted("from tests.models.kernels.interpreted_experts import check_experts; check_experts()", 500)

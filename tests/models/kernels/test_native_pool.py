@@ -4,8 +4,6 @@ in a child of a fork.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.functions.seeded import make_generator
+from tests.child_code import check_code
 from tests.models.checkpoints import same_bits
 
 CALLERS, CALLS = 3, 400
@@ -68,4 +67,4 @@ for _ in range(3):
 
 
 def test_a_child_of_a_fork_starts_threads_of_its_own() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=120)
+    check_code(FORKING, 110, "-W", "ignore")

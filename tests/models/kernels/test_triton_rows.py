@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
-
-
-def interpret(code: str, seconds: float) -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=environment, timeout=seconds)
+from tests.child_code import check_interpreted
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("check", ["check_norms", "check_biases", "check_gates"])
 def test_rows_are_those_of_operations_one_by_one(check):
-    interpret(f"from tests.models.kernels.interpreted_rows import {check}; {check}()", 100)
+    check_interpreted(f"from tests.models.kernels.interpreted_rows import {check}; {check}()", 100)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4, experts", "gemma4, inputs of layers, rows shared"])
 def test_whole_models_are_those_of_plain_torch(name):
-    interpret(f"from tests.models.kernels.interpreted_layers import check_model; check_model({name!r})", 400)
+    check_interpreted(f"from tests.models.kernels.interpreted_layers import check_model; check_model({name!r})", 400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ class Mutant(CpuKernels):
 
     def with_plan(self, plan):
         return type(self)(plan)
+
+
+@cache
+def measure_once(build, *args):
+    """Return the outcome for kernels that `build` makes. Tests that only read it share it."""
+    return measure(build(*args))
+
+
+@cache
+def measure_own(dtype):
+    """Return the outcome for the kernels that serve."""
+    return measure(CpuKernels(dtype), dtype)
 
 
 def in_halves(x, weight, multiply):
@@ -135,7 +148,7 @@ def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_product_of_the_cpu_kernels_can_be_proven_here(dtype):
-    found = measure(CpuKernels(dtype), dtype)
+    found = measure_own(dtype)
     assert (found.mode, found.buckets, found.block_size, found.chunk) == ("buckets", (4, 8, 16, 32, 64), 64, 64)
     assert found.batch_rows == 64
     assert found.checks > 400
@@ -147,7 +160,7 @@ def test_every_product_of_the_cpu_kernels_can_be_proven_here(dtype):
 
 
 def test_row_counts_that_sum_differently_are_left_out_and_steps_of_them_multiply_in_others():
-    found, as_it_is = measure(splits_at(16)), measure(splits_at())
+    found, as_it_is = measure_once(splits_at, 16), measure_once(splits_at)
     assert (found.mode, found.buckets) == ("buckets", (4, 8, 16, 32, 64))
     for served in found.plan.weights:
         if not served.weight.gated:
@@ -169,10 +182,10 @@ def test_decoding_is_padded_where_its_row_counts_agree_with_nothing():
 
 
 @pytest.mark.parametrize(
-    "mutant", [FavoursItsFirstRow(), SeesItsNeighbours(), LeaksWhatIsNoNumber()], ids=lambda one: type(one).__name__
+    "mutant", [FavoursItsFirstRow, SeesItsNeighbours, LeaksWhatIsNoNumber], ids=lambda one: one.__name__
 )
 def test_kernels_that_cannot_be_trusted_end_in_a_grid_of_whole_chunks(mutant):
-    found = measure(mutant)
+    found = measure_once(mutant)
     assert (found.mode, found.plan) == ("grid", None)
     assert found.block_size == found.chunk == found.buckets[-1] == 64
     assert found.batch_rows == found.buckets[0]
@@ -180,12 +193,12 @@ def test_kernels_that_cannot_be_trusted_end_in_a_grid_of_whole_chunks(mutant):
 
 
 def test_a_neighbour_that_is_not_a_number_is_named():
-    failures = measure(LeaksWhatIsNoNumber()).failures
+    failures = measure_once(LeaksWhatIsNoNumber).failures
     assert any("a neighbour that is not a number" in failure for failure in failures)
 
 
 def test_a_grid_decodes_at_a_width_where_rows_are_their_own():
-    assert measure(SeesItsNeighbours()).buckets == (64,)
+    assert measure_once(SeesItsNeighbours).buckets == (64,)
 
 
 def test_sums_over_keys_that_depend_on_how_many_there_are_end_in_a_grid():
@@ -220,14 +233,14 @@ def test_a_flaw_outside_of_products_is_noticed_by_the_whole_layer():
 
 
 def test_the_class_is_of_the_bits_and_the_shapes_and_not_of_this_instance():
-    first = measure(splits_at())
+    first = measure_once(splits_at)
     assert measure(splits_at()).numerics_class == first.numerics_class
     shorter = measure(splits_at(), capacity=600)
     same = shorter.plan.bit_signature() == first.plan.bit_signature()
     assert (shorter.numerics_class == first.numerics_class) == same
     assert measure(splits_at(), chunk=128).numerics_class != first.numerics_class, "other shapes serve"
     assert measure(splits_at(*first.plan.weights[0].rows[:1])).numerics_class != first.numerics_class
-    assert measure(CpuKernels(torch.bfloat16), torch.bfloat16).numerics_class != first.numerics_class
+    assert measure_own(torch.bfloat16).numerics_class != first.numerics_class
 
 
 def test_what_a_user_sets_for_the_libraries_is_part_of_the_class(monkeypatch):
@@ -241,7 +254,7 @@ def test_what_a_user_sets_for_the_libraries_is_part_of_the_class(monkeypatch):
 
 
 def test_the_outcome_does_not_depend_on_how_long_it_took(monkeypatch):
-    first = measure(splits_at())
+    first = measure_once(splits_at)
     seconds = iter(range(10**9))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
     slow = measure(splits_at())
@@ -270,7 +283,7 @@ def test_spans_are_few_whole_tiles_and_hold_all_keys():
 
 
 def test_an_outcome_can_be_kept_and_read_again():
-    found = measure(splits_at(16))
+    found = measure_once(splits_at, 16)
     assert Numerics.from_json(found.to_json()) == found
     shown = json.loads(json.dumps(found.build_report()))
     assert shown["buckets"] == [4, 8, 16, 32, 64]
@@ -280,7 +293,7 @@ def test_an_outcome_can_be_kept_and_read_again():
 
 @pytest.fixture(scope="module")
 def outcome():
-    return measure(CpuKernels(torch.float32))
+    return measure_own(torch.float32)
 
 
 @pytest.mark.parametrize(

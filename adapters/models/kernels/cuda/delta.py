@@ -144,22 +144,9 @@ class CudaDelta:
         factors = (scratch.mix, scratch.fold, scratch.lines)
         singles = plan.singles if settles == SOME else None
         if singles is not None:
-            launch(
-                delta_single.factor_and_read,
-                (len(singles) + limit, shape.value_heads),
-                plan.chunks,
-                singles,
-                *inputs,
-                *factors,
-                state.memory,
-                out,
-                gates.stride(0),
-                len(singles),
-                scale,
-                TILE=tile,
-                **sizes,
-                **wide,
-            )
+            joint = (plan.chunks, singles, *inputs, *factors, state.memory, out, gates.stride(0), len(singles), scale)
+            grid = len(singles) + limit, shape.value_heads
+            launch(delta_single.factor_and_read, grid, *joint, TILE=tile, **sizes, **wide)
         else:
             given = (plan.chunks, *inputs, *factors, gates.stride(0), scale)
             launch(delta_factor.factor, (limit, shape.value_heads), *given, **sizes, **wide)
@@ -171,20 +158,8 @@ class CudaDelta:
         launch(
             delta.scan,
             (scanned + 1, shape.value_heads * (shape.value_size // tile)),
-            plan.chunks,
-            plan.runs,
-            settled,
-            convolved,
-            state.keys,
-            state.decays,
-            scratch.mix,
-            scratch.fold,
-            scratch.lines,
-            state.memory,
-            out,
-            segments,
-            len(convolved),
-            scale,
+            *(plan.chunks, plan.runs, settled, convolved, state.keys, state.decays, *factors, state.memory, out),
+            *(segments, len(convolved), scale),
             TILE=tile,
             SETTLES=settles,
             HOLDS=holds,
@@ -193,27 +168,39 @@ class CudaDelta:
             **wide,
         )
         if walks:
-            launch(
-                hopper_delta.walk,
-                (shape.value_heads * (shape.value_size // tile),),
-                describe_blocks(convolved, CHUNK, shape.key_size),
-                describe_blocks(convolved, CHUNK, tile),
-                describe_blocks(scratch.mix.view(-1, CHUNK), CHUNK, CHUNK),
-                describe_blocks(scratch.fold.view(-1, CHUNK), shape.key_size, CHUNK),
-                plan.walks,
-                scratch.lines,
-                state.decays,
-                state.memory,
-                out,
-                segments,
-                scale,
-                STAGES=WALK_STAGES,
-                HOLDS=int(holds),
-                enable_fp_fusion=False,
-                **{key: sizes[key] for key in ("KEY_HEADS", "HEADS", "DV")},
-                **self._options(4),
-            )
+            self._walk(convolved, shape, state, plan, scratch, out, holds=holds)
         return out
+
+    def _walk(
+        self,
+        convolved: Tensor,
+        shape: DeltaShape,
+        state: DeltaState,
+        plan: ChunkPlan,
+        scratch: FactorScratch,
+        out: Tensor,
+        *,
+        holds: bool,
+    ) -> None:
+        """Launch Hopper's kernel on the factors in `scratch`."""
+        tile = min(TILE, shape.value_size)
+        sizes = describe_heads(shape)
+        launch(
+            hopper_delta.walk,
+            (shape.value_heads * (shape.value_size // tile),),
+            describe_blocks(convolved, CHUNK, shape.key_size),
+            describe_blocks(convolved, CHUNK, tile),
+            describe_blocks(scratch.mix.view(-1, CHUNK), CHUNK, CHUNK),
+            describe_blocks(scratch.fold.view(-1, CHUNK), shape.key_size, CHUNK),
+            *(plan.walks, scratch.lines, state.decays, state.memory, out),
+            len(plan.runs) - 1,
+            shape.key_size**-0.5,
+            STAGES=WALK_STAGES,
+            HOLDS=int(holds),
+            enable_fp_fusion=False,
+            **{key: sizes[key] for key in ("KEY_HEADS", "HEADS", "DV")},
+            **self._options(4),
+        )
 
     def _can_walk(self, convolved: Tensor, shape: DeltaShape) -> bool:
         """Return whether Hopper's kernel serves: a wide step in bfloat16, and heads that fill the tensor cores."""

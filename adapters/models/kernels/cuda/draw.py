@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.functions.exact_exp import exp_factors
 from adapters.models.kernels.functions.exact_functions import MOST_TAKEN
 from adapters.models.kernels.functions.noise import noise_key
@@ -37,7 +38,7 @@ def draw_tokens(
     found: Tensor,
 ) -> None:
     """Draw a token from each of some rows; the arguments are those of `SamplingKernels.draw_tokens`."""
-    width, parts, padded = count_parts(logits)
+    width, parts, padded = measure_rows(logits)
     asked = describe_draws(rows, samplings, positions, width).to(logits.device, non_blocking=True)
     keys, sums, winners = (new_numbers(logits, len(rows), parts) for _ in range(3))
     scores = torch.empty(len(rows), parts, dtype=torch.float64, device=logits.device)
@@ -49,10 +50,11 @@ def draw_tokens(
 
 
 def describe_draws(rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int], width: int) -> Tensor:
-    """Return what the kernels read about each draw: int64 `[R, 6]` on the host, for R draws (`asked_of` reads it).
+    """Return what the kernels read about each of R draws: int64 `[R, 6]` on the host. `asked_of` reads it.
 
-    The columns are the row of the logits, the key of its noise (64 bits, as a signed number), top-k (`width` if there
-    is no limit), and then the bits of three float64: temperature, log(min-p) and top-p.
+    The first columns are the row of the logits, the key of its noise and top-k. The key has 64 bits, as a signed
+    number. Without a limit, top-k is `width`. The other columns are the bits of three float64: temperature, log(min-p)
+    and top-p.
     """
     whole = [
         (row, noise_key(sampling.seed, position), min(sampling.top_k or width, width))
@@ -65,7 +67,7 @@ def describe_draws(rows: Sequence[int], samplings: Sequence[Sampling], positions
 
 def weigh_tokens(logits: Tensor, extremes: Tensor, rows: Sequence[int], tokens: Tensor, count: int) -> Tensor:
     """Return what `SamplingKernels.weigh_tokens` does. extremes: those of `logits`."""
-    width, parts, padded = count_parts(logits)
+    width, parts, padded = measure_rows(logits)
     out = torch.empty(len(rows), 2 + 2 * count, dtype=torch.float64, device=logits.device)
     at = torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)
     keys = new_numbers(logits, len(rows), parts)
@@ -78,11 +80,11 @@ def weigh_tokens(logits: Tensor, extremes: Tensor, rows: Sequence[int], tokens: 
     return out
 
 
-def count_parts(logits: Tensor) -> tuple[int, int, int]:
+def measure_rows(logits: Tensor) -> tuple[int, int, int]:
     """Return the width of a row, how many parts of BLOCK logits it has, and the power of two that holds these parts."""
     width = logits.shape[-1]
-    parts = -(-width // BLOCK)
-    return width, parts, 1 << (parts - 1).bit_length()
+    parts = count_parts(width, BLOCK)
+    return width, parts, round_up_to_power(parts)
 
 
 def new_numbers(like: Tensor, *shape: int) -> Tensor:

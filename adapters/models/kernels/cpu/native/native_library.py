@@ -59,19 +59,8 @@ def load_library() -> tuple[NativeLibrary | None, str]:
     return open_library(FOLDER)
 
 
-def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
-    """Return the library of a folder and an empty text, or None and the reason. It must have been compiled from the
-    sources there.
-    """
-    try:
-        sources = b"\0".join((folder / name).read_bytes() for name in SOURCES)
-        code = ctypes.CDLL(str(folder / FILE))
-        code.rekindle_sources.restype = ctypes.c_char_p
-        made_of = code.rekindle_sources().decode("ascii", "replace")
-    except (OSError, AttributeError):
-        return None, "no compiled products in this installation: it had no C compiler, or they are not for this system"
-    if made_of != hashlib.blake2b(sources, digest_size=8).hexdigest():
-        return None, "the compiled products are not of this version's sources: install again"
+def declare_products(code: ctypes.CDLL) -> None:
+    """Declare what the functions for products, chosen experts and loops take and return."""
     number = ctypes.c_int
     pointer = ctypes.c_void_p
     size = ctypes.c_long
@@ -97,6 +86,25 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_choose.restype = None
     code.rekindle_expect_loop.argtypes = [size]
     code.rekindle_expect_loop.restype = None
+
+
+def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
+    """Return the library of a folder and an empty text, or None and the reason. It must have been compiled from the
+    sources there.
+    """
+    try:
+        sources = b"\0".join((folder / name).read_bytes() for name in SOURCES)
+        code = ctypes.CDLL(str(folder / FILE))
+        code.rekindle_sources.restype = ctypes.c_char_p
+        made_of = code.rekindle_sources().decode("ascii", "replace")
+    except (OSError, AttributeError):
+        return None, "no compiled products in this installation: it had no C compiler, or they are not for this system"
+    if made_of != hashlib.blake2b(sources, digest_size=8).hexdigest():
+        return None, "the compiled products are not of this version's sources: install again"
+    declare_products(code)
+    number = ctypes.c_int
+    pointer = ctypes.c_void_p
+    size = ctypes.c_long
     real = ctypes.c_float
     code.rekindle_norm.argtypes = [*[pointer] * 4, size, size, number, number, real, number, number]
     code.rekindle_norm.restype = None
