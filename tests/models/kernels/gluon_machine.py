@@ -415,7 +415,8 @@ def _of_two(name: str) -> Callable[[Any, Any], Any]:
     def run(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return block(of_blocks(torch.as_tensor(a), torch.as_tensor(b)))
-        return python(a, b)
+        found = python(a, b)
+        return WholeNumber(found) if isinstance(found, int) else found
 
     return run
 

@@ -2,7 +2,8 @@
 
 They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. A gate
 that no product has built in, down tiles of another height, and zeros for a missing correction are one more each. A
-shared expert adds its own products. Nothing waits for the host if all experts are on the device.
+shared expert adds its own products. The experts of one row alone are tiles already. Nothing waits for the host if all
+experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -83,10 +84,14 @@ class CudaExperts:
         gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
         down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
         made = x.new_empty(chosen.numel(), x.shape[1])
+        is_alone = rows == 1 and not isinstance(experts.each, ChosenExperts) and gate_tile.is_few and down_tile.is_few
         for slots_by_expert in self._fetch_experts(experts, chosen):
-            dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
+            if is_alone:
+                dealt = PairTiles(*[chosen.view(-1)] * 3, experts=shape.count)
+            else:
+                dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
             inner = self._run_gates(x, weights, dealt, gate_tile, chosen)
-            if down_tile.pairs == gate_tile.pairs:
+            if is_alone or down_tile.pairs == gate_tile.pairs:
                 dealt = evolve(dealt, is_early=True)
             else:
                 dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
@@ -120,7 +125,7 @@ class CudaExperts:
         part = find_only_part(weight)
         if part is None:
             return choose_tile_of_experts(weight.weight, pairs, count, self.shared, hopper=self.hopper)
-        return choose_packed_group_tile(pairs, count, part, self.shared)
+        return choose_packed_group_tile(pairs, count, part, self.shared, hopper=self.hopper)
 
     def multiply_pairs(
         self,
@@ -345,6 +350,6 @@ class CudaExperts:
             BLOCK_M=tile.pairs,
             X_LAYOUT=shared_layout((tile.pairs, tile.depth), x.dtype),
             GATED=gated,
-            EARLY=dealt.is_early,
+            **dealt.constants,
             **launch_options(tile.warps, self.pdl),
         )

@@ -172,6 +172,11 @@ class GroupTile:
         return self.pairs, self.columns, self.depth
 
     @property
+    def is_few(self) -> bool:
+        """Return whether the kernel is one of those that need no tiles for the experts of one row."""
+        return self.is_ahead
+
+    @property
     def has_tall_weights(self) -> bool:
         """Return whether the weights are the taller operand, of which a tensor core takes 64 rows: where there are
         fewer pairs.
