@@ -58,11 +58,7 @@ def read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS: gl.constexpr):
 @gluon.jit
 def number_pairs(own_pairs, m, count, EXPERTS: gl.constexpr):
     """Return the numbers of pairs `m` of a tile; behind the last one, its number again. own_pairs: of `read_tile`."""
-    if EXPERTS > 0:
-        number = m * 0 + own_pairs
-    else:
-        number = gl.load(own_pairs + gl.minimum(m, count - 1))
-    return number
+    return m * 0 + own_pairs if EXPERTS > 0 else gl.load(own_pairs + gl.minimum(m, count - 1))
 
 
 @gluon.jit
