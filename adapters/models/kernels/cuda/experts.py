@@ -87,7 +87,8 @@ class CudaExperts:
         is_alone = rows == 1 and not isinstance(experts.each, ChosenExperts) and gate_tile.is_few and down_tile.is_few
         for slots_by_expert in self._fetch_experts(experts, chosen):
             if is_alone:
-                dealt = PairTiles(*[chosen.view(-1)] * 3, experts=shape.count)
+                alone = chosen.view(-1)
+                dealt = PairTiles(alone, alone, alone, experts=shape.count)
             else:
                 dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
             inner = self._run_gates(x, weights, dealt, gate_tile, chosen)
