@@ -1,4 +1,7 @@
-"""Launches of grouped products with packed weights of experts. `triton/packed_groups.py` says how they are summed."""
+"""The tiles of grouped products of experts, and launches of those with packed weights.
+
+`triton/packed_groups.py` says how they are summed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from adapters.models.kernels.cuda.descriptors import launch_options, shared_layo
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix
 from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
 from adapters.models.kernels.triton import packed_groups
+from adapters.models.kernels.triton.experts import deal
 from adapters.models.kernels.triton.hopper.hopper_groups import multiply_many_ahead
 from adapters.models.kernels.triton_launch import launch
 
@@ -17,6 +21,7 @@ _AHEAD = 384  # columns that each warp loads ahead, at most
 _OWN_SHARED = 5 << 10  # bytes of a program's shared memory next to rows of x, about
 _NUMBER = 2  # bytes of a number of x
 _SUM = 4  # bytes of a sum
+_COUNTED = 1024  # pairs that a program counts at once
 _MANY = 32  # pairs of an expert on average, from which on a weight is unpacked for up to 128 pairs
 _WIDE_ROWS = 128  # of the weight, that a program for so many pairs has
 
@@ -35,11 +40,48 @@ class PairTiles:
     is_early: bool = False
     experts: int = 0
 
+    @classmethod
+    def of_row(cls, chosen: Tensor, experts: int) -> PairTiles:
+        """Return what stands for the tiles of one row. chosen: int32 `[1, k]`, out of so many experts."""
+        own = chosen.view(-1)
+        return cls(own, own, own, experts=experts)
+
     @property
     def constants(self) -> dict[str, int]:
         """Return what a kernel of few pairs knows of tiles before it runs."""
         tiles = len(self.tiles) if self.experts else 0
         return {"TILES": tiles, "EXPERTS": self.experts, "EARLY": self.is_early}
+
+
+def deal_pairs(chosen: Tensor, slots_by_expert: Tensor | None, height: int, count: int, pdl: bool | None) -> PairTiles:
+    """Collect the pairs of each of `count` experts in tiles of up to `height`.
+
+    slots_by_expert: int32, where the weights of this turn's experts are, -1 for others; None: all are in place.
+    """
+    pairs = chosen.numel()
+    some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
+    dealt = PairTiles(
+        chosen.new_empty(pairs),
+        chosen.new_empty((pairs + some * (height - 1)) // height, 4),
+        chosen.new_empty(1),
+    )
+    launch(
+        deal,
+        (count,),
+        chosen,
+        chosen if slots_by_expert is None else slots_by_expert,  # never read without
+        dealt.pairs,
+        dealt.tiles,
+        dealt.total,
+        pairs,
+        COUNT=count,
+        EXPERTS=triton.next_power_of_2(count),
+        IN_SLOTS=slots_by_expert is not None,
+        TILE=height,
+        BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
+        **launch_options(4, pdl),
+    )
+    return dealt
 
 
 @frozen
