@@ -2,7 +2,7 @@
 
 One program owns whole rows and reduces each along one axis with a fixed layout, so its bits depend on that row only.
 
-Programs are short, so they let the next kernel start first of all. It loads weights while they still run.
+Norms let the next kernel start first of all. It loads weights while they still run.
 """
 
 from __future__ import annotations
@@ -264,8 +264,6 @@ def rotate_store(
     rows are not coded. LEFT: the heads that go to q; if these are more than the HEADS of queries, no row is
     written.
     """
-    if PDL:
-        gdc_launch_dependents()
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -289,6 +287,7 @@ def rotate_store(
         k_lo = tl.load(k_norm_ptr + d).to(tl.float32)
         k_hi = tl.load(k_norm_ptr + HALF + d).to(tl.float32)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     at = row * stride + of_head
     raw_lo = tl.load(qkv_ptr + at, known, 0.0)
