@@ -195,7 +195,7 @@ def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int)
     elif each <= 16:
         tile = GroupTile(16, 64, 128, 4, 5) if pairs <= _NARROW_PAIRS else GroupTile(16, 128, 128, 4, 3)
     else:
-        tile = GroupTile(64, 256, 64, 8, 3) if each <= 64 else GroupTile(128, 256, 64, 8, 3)
+        tile = GroupTile(64, 256, 64, 8, 4) if each <= 64 else GroupTile(128, 256, 64, 8, 4)
     fits = (shared - 4096) // ((tile.pairs + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
