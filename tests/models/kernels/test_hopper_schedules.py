@@ -350,9 +350,9 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
             launch(
                 chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
                 Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
-                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, HEADS=group, KV=1,
-                GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
-                PAGE=0, num_warps=4,
+                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, None, HEADS=group,
+                KV=1, GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
+                PAGE=0, WINDOW=0, SINKS=False, num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
             found.append(seed)

@@ -113,7 +113,7 @@ def choose_packed_group_tile(
     pairs: int, experts: int, weight: CudaPackedMatrix, shared: int, *, hopper: bool = False
 ) -> PackedGroupTile:
     """Choose a tile for as many pairs as an expert has on average. shared: bytes of shared memory of a processor.
-    hopper: see `CudaProducts`.
+    hopper: see `CudaProducts`. Of its kernels one is for many pairs, which was compared in MXFP4.
 
     Programs of few pairs have their rows of x in shared memory, all columns of them. Where these do not fit, tiles are
     those of more pairs.
@@ -121,7 +121,7 @@ def choose_packed_group_tile(
     each = triton.cdiv(pairs, experts)
     room = FEW_PAIRS * weight.pieces * weight.piece * _NUMBER + _OWN_SHARED
     if each > FEW_PAIRS or room > shared:
-        if hopper and each > _MANY:
+        if hopper and each > _MANY and weight.layout.steps == "e2m1":
             height = 64 if each <= _MIDDLING else 128
             fits = (shared - height * _WIDE_ROWS * _SUM) // (height * weight.block_form.block * _NUMBER)
             return PackedGroupTile(height, _WIDE_ROWS, warps=_WIDE_ROWS // 16, stages=min(4, fits))

@@ -53,14 +53,13 @@ def choose_in_groups(
     power of two. SIGMOID: scores are sigmoids, to which a correction is added, and a group counts by its two best
     experts.
     """
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
     correction = tl.load(correction_ptr + e, e < COUNT, 0.0)
     real = tl.load(positions_ptr + row) >= 0
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     logits = tl.load(logits_ptr + row * COUNT + e, e < COUNT, 0.0).to(tl.float32)
     if SIGMOID:

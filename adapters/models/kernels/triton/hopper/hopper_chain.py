@@ -28,12 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_attention import (
-    _NOTHING,
-    _forget,
-    _lowest_key,
-    _weigh_scores,
-)
+from adapters.models.kernels.triton.hopper.hopper_attention import _NOTHING, _fold, _forget, _lowest_key, _weigh_scores
 from adapters.models.kernels.triton.hopper.hopper_ring import fill_rings, make_barriers
 
 BLOCK_M = gl.constexpr(64)  # rows of queries of one consumer: heads of one key head, row after row
@@ -45,19 +40,6 @@ def _multiply_keys(q, k_ring, k_come, number, nothing, STAGES: gl.constexpr):
     at = number % STAGES
     mbarrier.wait(k_come.index(at), number // STAGES & 1)
     return warpgroup_mma(q, k_ring.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _fold(all_acc, acc, peak, total, all_peak, all_total):
-    """Add a split to the fold of those before, as `online_softmax.fold_split` does."""
-    layout: gl.constexpr = acc.type.layout
-    new_peak = gl.maximum(all_peak, peak)
-    old = gl.exp2(all_peak - new_peak)
-    new = gl.exp2(peak - new_peak)
-    all_total = gl.fma(total, new, all_total * old)
-    spread = gl.zeros(acc.shape, gl.float32, layout=layout) + gl.convert_layout(new, gl.SliceLayout(1, layout))[:, None]
-    faded = all_acc * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
-    return gl.fma(acc, spread, faded), new_peak, all_total
 
 
 @gluon.jit
@@ -153,8 +135,8 @@ def _consume(
 ):
     """Compute consumer NUMBER's part of a tile.
 
-    tile_rows: the tile's first row, rows, first position, the program's first head, its last position, its first tile
-    of keys, and how many it has.
+    tile_rows: the tile's first row, rows, first position, the program's first head, its last position, with a window
+    the first tile of keys, and how many it has.
     Heads are those of one key head, row after row, and a part may begin within a row. COLUMNS: warps that share a row
     of the output. Each of them computes all weights of the row, which takes less time than to exchange them, and adds
     them in the order of `attention`.
@@ -167,8 +149,12 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4 * COLUMNS, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    row0, count, first, begins, last, low, tiles = tile_rows
-    lowest = _lowest_key(first + begins // GROUP, WINDOW)
+    low = 0
+    if WINDOW > 0:
+        row0, count, first, begins, last, low, tiles = tile_rows
+        lowest = _lowest_key(first + begins // GROUP, WINDOW)
+    else:
+        row0, count, first, begins, last, tiles = tile_rows
     begins += NUMBER * BLOCK_M
     if tiles > 0:
         i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADED))
@@ -220,7 +206,8 @@ def _consume(
         acc, folded = _open_or_fade(low + end, acc, fade, ended, folded, OF_SPLIT)
         values = v_ring.index(end % V_STAGES)
         if (low + tiles) * BLOCK_N > last + 1:
-            _forget(values, last - (low + end) * BLOCK_N, 4 * COLUMNS, lowest - (low + end) * BLOCK_N)
+            least = lowest - (low + end) * BLOCK_N if WINDOW > 0 else 0
+            _forget(values, last - (low + end) * BLOCK_N, 4 * COLUMNS, least)
         adding = warpgroup_mma(p, values, acc, use_acc=(low + end) % OF_SPLIT > 0, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
         all_acc, all_peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
@@ -287,7 +274,7 @@ def attend_chain_ahead(
     slot = gl.load(tiles_ptr + tile * 8 + 2)
     first = gl.load(tiles_ptr + tile * 8 + 3)
     last = first + gl.minimum(count, (begins + OF_PART + GROUP - 1) // GROUP) - 1
-    low = _lowest_key(first + begins // GROUP, WINDOW) // BLOCK_N
+    low = _lowest_key(first + begins // GROUP, WINDOW) // BLOCK_N if WINDOW > 0 else 0
     tiles = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, BLOCK_N) - low, 1), 0)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
@@ -300,7 +287,9 @@ def attend_chain_ahead(
     )
     if PDL:
         gdc_wait()
-    tile_rows = (row0, count, first, begins, last, low, tiles)
+    tile_rows = (row0, count, first, begins, last, tiles)
+    if WINDOW > 0:
+        tile_rows = (row0, count, first, begins, last, low, tiles)
     base = (slot * KV + kv_head) * capacity
     pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
@@ -310,15 +299,15 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, sinks_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS,
-                        GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, sinks_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS,
-                        GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        scale, 1, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
@@ -338,8 +327,8 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, sinks_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS,
-                        GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
