@@ -126,7 +126,7 @@ class CudaExperts:
         part = find_only_part(weight)
         if part is None:
             return choose_tile_of_experts(weight.weight, pairs, count, self.shared, hopper=self.hopper)
-        return choose_packed_group_tile(pairs, count, part, self.shared, hopper=self.hopper)
+        return choose_packed_group_tile(pairs, count, part, self.shared, hopper=self.hopper and not weight.gated)
 
     def multiply_pairs(
         self,

@@ -113,7 +113,7 @@ def choose_packed_group_tile(
     pairs: int, experts: int, weight: CudaPackedMatrix, shared: int, *, hopper: bool = False
 ) -> PackedGroupTile:
     """Choose a tile for as many pairs as an expert has on average. shared: bytes of shared memory of a processor.
-    hopper: see `CudaProducts`. Of its kernels one is for many pairs, which was compared in MXFP4.
+    hopper: there is a kernel for many pairs, of weights without a gate. It was compared in MXFP4 alone.
 
     Programs of few pairs have their rows of x in shared memory, all columns of them. Where these do not fit, tiles are
     those of more pairs.
