@@ -99,8 +99,9 @@ def test_layers_that_cannot_be_here_are_refused(checkpoint: Checkpoint) -> None:
 
 def test_prompts_come_in_the_chunks_of_a_cpu() -> None:
     runtime = build_options().runtime
-    assert choose_chunk(runtime, [Placement(range(3), GPU)]) == 1024
-    assert choose_chunk(runtime, [Placement(range(3), GPU, cpu_experts=range(1))]) == 256
+    assert choose_chunk(runtime, [Placement(range(3), GPU)], has_experts=False) == 1024
+    assert choose_chunk(runtime, [Placement(range(3), GPU)], has_experts=True) == 4096
+    assert choose_chunk(runtime, [Placement(range(3), GPU, cpu_experts=range(1))], has_experts=True) == 256
 
 
 # --- memory ---

@@ -362,9 +362,8 @@ def _wait_for_products(num_outstanding: int = 0, deps: tuple[Any, ...] = ()) -> 
     while len(products) > num_outstanding:
         machine.switch()
         products.pop(0).take_place()
-    if len(deps) == 1 and isinstance(deps[0], Product) and deps[0].result is None:
-        return deps[0]  # it goes on, and the next product of the chain adds to it
-    found = tuple(one.result if isinstance(one, Product) else one for one in deps)
+    # A product without a result goes on, and the next one of its chain adds to it.
+    found = tuple(one.result if isinstance(one, Product) and one.result is not None else one for one in deps)
     return found[0] if len(found) == 1 else found
 
 
@@ -415,7 +414,8 @@ def _of_two(name: str) -> Callable[[Any, Any], Any]:
     def run(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return block(of_blocks(torch.as_tensor(a), torch.as_tensor(b)))
-        return python(a, b)
+        found = python(a, b)
+        return WholeNumber(found) if isinstance(found, int) else found
 
     return run
 

@@ -33,6 +33,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
 ROWS = 700
+# A bucket, the first row in it, and how many rows.
+PARTS = ((1, 9, 1), (4, 9, 1), (8, 100, 5), (16, 50, 13), (64, 0, 33), (128, 3, 128), (512, 200, 300))
 
 
 class ScaledShape(ExpertsShape):
@@ -115,7 +117,7 @@ def dtype(request) -> torch.dtype:
 def test_a_row_has_the_same_bits_in_any_company(shape, hidden, dtype):
     layer = Layer(shape, hidden, dtype)
     whole = layer.fed(layer.x, 1024)
-    for bucket, at, count in ((4, 9, 1), (8, 100, 5), (16, 50, 13), (64, 0, 33), (128, 3, 128), (512, 200, 300)):
+    for bucket, at, count in PARTS:
         assert same_bits(layer.fed(layer.x[at : at + count], bucket), whole[at : at + count]), (bucket, at, count)
     one = layer.x[9:10]
     for others in (one.expand(60, -1), torch.full_like(layer.x[:60], torch.nan), torch.zeros_like(layer.x[:60])):

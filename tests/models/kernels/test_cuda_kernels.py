@@ -393,6 +393,8 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         [(2047, 4)],
         [(2047, 4), (300, 17), (0, 5)],
         [(8000, 3), (777, 1), (1023, 2), (5, 1), (319, 1), (128, 64)],
+        [(7000, 230)],  # in a wide step no split is computed alone
+        [(62, 200), (300, 17), (3000, 5)],
     ):
         rows = sum(count for _, count in spans)
         bucket = next(one for one in BUCKETS if one >= rows)

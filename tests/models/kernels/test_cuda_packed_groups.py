@@ -58,7 +58,9 @@ SIZES = (
     ("Q4_K", 1280, 256),
 )
 COUNT, CHOSEN = 16, 4
-ROWS = (1, 4, 16, 64, 100, 256, 700)  # tiles of 8, 16, 32 and 64 pairs
+ROWS = (1, 4, 16, 64, 100, 256, 700)  # tiles of 8, 16, 32, 64 and 128 pairs
+# A bucket, the first row in it, and how many rows.
+PARTS = ((1, 9, 1), (4, 9, 1), (8, 100, 5), (16, 50, 13), (64, 0, 33), (128, 3, 128), (512, 200, 300))
 
 
 class PackedLayer:
@@ -155,7 +157,7 @@ def test_a_pair_has_the_bits_of_the_unpacked_product_at_every_row_count(name, hi
 def test_a_row_has_the_same_bits_in_any_company_and_those_of_experts_one_by_one(layout, activation):
     layer = PackedLayer(layout, 512, 256, activation)
     whole = layer.fed(layer.x, 1024)
-    for bucket, at, count in ((4, 9, 1), (8, 100, 5), (16, 50, 13), (64, 0, 33), (128, 3, 128), (512, 200, 300)):
+    for bucket, at, count in PARTS:
         assert same_bits(layer.fed(layer.x[at : at + count], bucket), whole[at : at + count]), (bucket, at, count)
     plain = evolve(layer.experts, each=tuple(layer.each))
     expected = layer.fed(layer.x, len(layer.x), plain)

@@ -33,6 +33,19 @@ maximum, exp2, fma, add_up = (OPERATIONS[name] for name in ("maximum", "exp2", "
 HOPPER = "adapters.models.kernels.triton.hopper"
 
 
+CHAINS = (  # numbers of a head, heads of a key head, the window, and whether there are sinks
+    (64, 4, 0, False),
+    (64, 4, 0, True),
+    (64, 8, 128, True),
+    (64, 8, 70, False),
+    (128, 7, 0, False),
+    (128, 8, 0, False),
+    (128, 8, 300, True),
+    (256, 2, 300, False),
+    (256, 6, 0, False),
+)
+
+
 @pytest.fixture(scope="module")
 def attend_chain():
     return load_kernels(f"{HOPPER}.hopper_chain").attend_chain_ahead
@@ -149,10 +162,13 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
+@pytest.mark.parametrize("sizes", CHAINS, ids=str)
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head, group, pages, seed):
-    """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
+def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes, pages, seed):
+    """Steps of several slots and padded rows; contexts of every residue of tiles and splits. Nobody reads rows behind
+    a window.
+    """
+    head, group, window, has_sinks = sizes
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
     parts = group // gcd(group, 64 * consumers)
@@ -164,7 +180,9 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head,
     for slot, (start, count) in enumerate(spans):  # rows that have not been written may hold anything
         for cache in (keys, values):
             cache[slot, :, start + count :] = float("nan")
+            cache[slot, :, : max(0, start - window + 1) if window else 0] = float("nan")
     q = normal(bucket, kv * group, head, seed=9 + seed)
+    sinks = torch.linspace(-2.0, 5.0, kv * group)
     table = torch.randperm(slots * capacity // page, generator=torch.Generator().manual_seed(seed)).view(slots, -1)
     k_cache, v_cache = (cache.reshape(-1, head) for cache in (keys, values))
     if pages:
@@ -178,14 +196,17 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head,
     launch(
         attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
-        HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
-        V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
+        Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers,
+        K_STAGES=2 + seed, V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, WINDOW=window,
+        SINKS=has_sinks, num_warps=4 if consumers == 2 else 8,
     )  # fmt: skip
     row = 0
     for slot, (start, count) in enumerate(spans):
         position = (start + torch.arange(count)).repeat_interleave(group)
         mine = q[row : row + count].reshape(-1, head)
-        expected = attend(mine, keys[slot, 0].nan_to_num(), values[slot, 0].nan_to_num(), position, scale)
+        known = keys[slot, 0].nan_to_num(), values[slot, 0].nan_to_num()
+        own = block(sinks.repeat(count)) if has_sinks else None
+        expected = attend(mine, *known, position, scale, window=window, sinks=own)
         assert torch.equal(out[row : row + count].reshape(-1, head), expected)
         row += count
     assert not out[row:].any()
@@ -329,9 +350,9 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
             launch(
                 chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
                 Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
-                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, HEADS=group, KV=1,
-                GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
-                PAGE=0, num_warps=4,
+                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, None, HEADS=group,
+                KV=1, GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
+                PAGE=0, WINDOW=0, SINKS=False, num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
             found.append(seed)

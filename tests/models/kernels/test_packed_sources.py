@@ -33,11 +33,11 @@ pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
-LAUNCHERS = (
-    (triton_packed, ("packed",)),
-    (triton_ahead, ("hopper.hopper_packed", "hopper.hopper_packed_wide")),
-    (triton_groups, ("packed_groups",)),
-)
+LAUNCHERS = {
+    triton_packed: ("packed",),
+    triton_ahead: ("hopper.hopper_packed", "hopper.hopper_packed_wide"),
+    triton_groups: ("packed_groups", "hopper.hopper_groups"),
+}
 
 
 def convert(value: Any, forms: Any) -> Any:
@@ -56,11 +56,11 @@ def convert(value: Any, forms: Any) -> Any:
 def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches run on the machine. Return the names of kernels that ran."""
     forms, ran = load_kernels(f"{ROOM}.packed_levels"), list[str]()
-    for launcher, names in LAUNCHERS:
-        found = {key: one for name in names for key, one in vars(load_kernels(f"{ROOM}.{name}")).items()}
+    for launcher, names in LAUNCHERS.items():
+        modules = {name: load_kernels(f"{ROOM}.{name}") for name in names}
 
-        def run(kernel: Any, grid: tuple[int, ...], *args: Any, found: Any = found, **options: Any) -> None:
-            body = found[kernel.fn.__name__]
+        def run(kernel: Any, grid: tuple[int, ...], *args: Any, modules: Any = modules, **options: Any) -> None:
+            body = getattr(modules[kernel.fn.__module__.removeprefix(f"{ROOM}.")], kernel.fn.__name__)
             ran.append(kernel.fn.__name__)
             parameters = inspect.signature(body).parameters
             kept = {key: convert(one, forms) for key, one in options.items() if key in parameters}
@@ -145,30 +145,53 @@ def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLa
         assert torch.equal(out, expected), columns
 
 
+def stack_matrices(layout: StepLayout, columns: int) -> tuple[Any, list[Tensor]]:
+    """Return the packed matrices of three experts, 40 rows each, and their numbers."""
+    matrices = [random_matrix((40, columns), layout, f"expert {number}") for number in range(3)]
+    each = [triton_packed.pack_steps(one, CPU, converts_e4m3=True) for one in matrices]
+    words, levels = (torch.stack([getattr(one, name) for one in each]) for name in ("words", "levels"))
+    return evolve(each[0], words=words, levels=levels), [unpack_for_cuda(one, BF16) for one in matrices]
+
+
 @in_turns("layout", "pairs", full=1, one_in=2)
-@pytest.mark.parametrize("pairs", [8, 16])
+@pytest.mark.parametrize("pairs", [8, 16, 48, 128])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_pairs_of_experts_are_multiplied_with_the_numbers_of_theirs(layout: StepLayout, pairs: int) -> None:
-    """Expert 1 of three has five pairs, and expert 2 has three."""
-    matrices = [random_matrix((40, 1024), layout, f"expert {number}") for number in range(3)]
-    each = [(triton_packed.pack_steps(one, CPU, converts_e4m3=True), unpack_for_cuda(one, BF16)) for one in matrices]
-    first = each[0][0]
-    stacked = evolve(
-        first,
-        words=torch.stack([packed.words for packed, _ in each]),
-        levels=torch.stack([packed.levels for packed, _ in each]),
-    )
-    x = make_x(8, 1024)
+def test_pairs_of_experts_are_multiplied_with_the_numbers_of_theirs(on_the_machine, layout, pairs) -> None:
+    """Expert 1 of three has five pairs, and expert 2 has three. The last piece of 832 columns is half a block."""
+    columns = 832 // layout.span * layout.span
+    stacked, numbers = stack_matrices(layout, columns)
+    x = make_x(8, columns)
     order = torch.tensor([3, 0, 7, 5, 2, 1, 6, 4], dtype=torch.int32)
     tiles = torch.tensor([[1, 0, 5, 0], [2, 5, 3, 0], [0, 0, 0, 0]], dtype=torch.int32)
     dealt = triton_groups.PairTiles(order, tiles, torch.tensor([2], dtype=torch.int32))
-    tile = triton_groups.choose_packed_group_tile(pairs, 1, stacked, 227 << 10)
-    assert tile.pairs == pairs
+    tile = triton_groups.choose_packed_group_tile(pairs, 1, stacked, 227 << 10, hopper=True)
+    assert tile.pairs == {8: 8, 16: 16, 48: 64}.get(pairs, 128 if layout.steps == "e2m1" else 64)
     out = torch.full((8, 40), float("nan"), dtype=BF16)
     triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, share=1, gated=0, processors=1, pdl=None)
     for at, pair in enumerate(order.tolist()):
-        numbers = each[1 if at < 5 else 2][1]
-        expected = multiply(x[pair : pair + 1], numbers, stacked.pieces, stacked.piece).to(BF16)
+        own = numbers[1 if at < 5 else 2]
+        expected = multiply(x[pair : pair + 1], own, stacked.pieces, stacked.piece).to(BF16)
+        assert torch.equal(out[pair : pair + 1], expected), pair
+    kernels = {8: "multiply_few", 16: "multiply_many"}
+    wide = "multiply_many_ahead" if layout.steps == "e2m1" else "multiply_many"
+    assert on_the_machine == [kernels.get(pairs, wide)]
+
+
+@pytest.mark.parametrize("share", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_experts_of_one_row_need_no_tiles(layout: StepLayout, share: int) -> None:
+    """The row chose experts 2, 0 and, in place of a number that no expert has, the last one."""
+    stacked, numbers = stack_matrices(layout, 1024)
+    x = make_x(3 // share, 1024)
+    chosen = torch.tensor([2, 0, 3], dtype=torch.int32)
+    dealt = triton_groups.PairTiles(chosen, chosen, chosen, is_early=share == 1, experts=3)
+    tile = triton_groups.choose_packed_group_tile(3, 3, stacked, 227 << 10, hopper=True)
+    out = torch.full((3, 40), float("nan"), dtype=BF16)
+    how = {"gated": 0, "processors": share, "pdl": True}
+    triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, share=share, **how)
+    for pair, expert in enumerate((2, 0, 2)):
+        row = x[pair // share : pair // share + 1]
+        expected = multiply(row, numbers[expert], stacked.pieces, stacked.piece).to(BF16)
         assert torch.equal(out[pair : pair + 1], expected), pair
 
 

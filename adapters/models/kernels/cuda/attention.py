@@ -114,10 +114,10 @@ class CudaAttention:
         out = q.new_empty(bucket, heads, size)
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
-        if chained and share == 1 and rule.is_plain and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
-            self._chain_ahead(q, k_cache, v_cache, batch, out)
-            return out.view(bucket, -1)
-        ahead = not chained and share == 1 and not (rule.cap or rule.latent) and self._can_run_ahead(q, k_cache, AHEAD)
+        is_usual = share == 1 and not (rule.cap or rule.latent)
+        if chained and is_usual and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
+            return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
+        ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
@@ -169,7 +169,8 @@ class CudaAttention:
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
 
-    def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, out: Tensor) -> None:
+    def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
+        out = torch.empty_like(q)
         _, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
         group = heads // kv
@@ -189,6 +190,7 @@ class CudaAttention:
             capacity,
             len(tiles),
             head**-0.5 * LOG2_E,
+            self._usual if rule.sinks is None else rule.sinks,  # never read without
             HEADS=heads,
             KV=kv,
             GROUP=group,
@@ -196,9 +198,12 @@ class CudaAttention:
             SPLIT=SPLIT,
             **options,
             PAGE=page_size(k_cache, batch),
+            WINDOW=rule.window,
+            SINKS=rule.sinks is not None,
             enable_fp_fusion=False,
             **self._options(4 if consumers == 2 else 8),
         )
+        return out
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int

@@ -2,7 +2,8 @@
 
 They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. A gate
 that no product has built in, down tiles of another height, and zeros for a missing correction are one more each. A
-shared expert adds its own products. Nothing waits for the host if all experts are on the device.
+shared expert adds its own products. One row needs no tiles. Nothing waits for the host if all experts are on the
+device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -27,6 +28,7 @@ from adapters.models.kernels.cuda.packed_groups import (
     PackedGroupTile,
     PairTiles,
     choose_packed_group_tile,
+    deal_pairs,
     multiply_packed_groups,
 )
 from adapters.models.kernels.cuda.row_launches import apply_gate
@@ -46,8 +48,6 @@ from adapters.models.kernels.triton import experts as programs
 from adapters.models.kernels.triton.grouped_choice import choose_in_groups
 from adapters.models.kernels.triton.hopper.hopper_experts import multiply_pairs_ahead
 from adapters.models.kernels.triton_launch import launch
-
-_COUNTED = 1024  # pairs that a program counts at once
 
 
 @define(eq=False)
@@ -83,10 +83,16 @@ class CudaExperts:
         gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
         down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
         made = x.new_empty(chosen.numel(), x.shape[1])
+        has_slots = isinstance(experts.each, ChosenExperts)
+        is_alone = rows == 1 and gate_tile.is_few and down_tile.is_few and not has_slots
         for slots_by_expert in self._fetch_experts(experts, chosen):
-            dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
+            dealt = (
+                PairTiles.of_row(chosen, shape.count)
+                if is_alone
+                else self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
+            )
             inner = self._run_gates(x, weights, dealt, gate_tile, chosen)
-            if down_tile.pairs == gate_tile.pairs:
+            if is_alone or down_tile.pairs == gate_tile.pairs:
                 dealt = evolve(dealt, is_early=True)
             else:
                 dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
@@ -120,7 +126,7 @@ class CudaExperts:
         part = find_only_part(weight)
         if part is None:
             return choose_tile_of_experts(weight.weight, pairs, count, self.shared, hopper=self.hopper)
-        return choose_packed_group_tile(pairs, count, part, self.shared)
+        return choose_packed_group_tile(pairs, count, part, self.shared, hopper=self.hopper and not weight.gated)
 
     def multiply_pairs(
         self,
@@ -246,30 +252,7 @@ class CudaExperts:
 
     def deal_pairs(self, chosen: Tensor, slots_by_expert: Tensor | None, height: int, count: int) -> PairTiles:
         """Collect the pairs of each expert in tiles of up to `height`. slots_by_expert: see `_fetch_experts`."""
-        pairs = chosen.numel()
-        some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
-        dealt = PairTiles(
-            torch.empty_like(chosen.view(-1)),
-            chosen.new_empty((pairs + some * (height - 1)) // height, 4),
-            chosen.new_empty(1),
-        )
-        launch(
-            programs.deal,
-            (count,),
-            chosen,
-            chosen if slots_by_expert is None else slots_by_expert,  # never read without
-            dealt.pairs,
-            dealt.tiles,
-            dealt.total,
-            pairs,
-            COUNT=count,
-            EXPERTS=triton.next_power_of_2(count),
-            IN_SLOTS=slots_by_expert is not None,
-            TILE=height,
-            BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
-            **launch_options(4, self.pdl),
-        )
-        return dealt
+        return deal_pairs(chosen, slots_by_expert, height, count, self.pdl)
 
     def _multiply_groups(
         self,
@@ -345,6 +328,6 @@ class CudaExperts:
             BLOCK_M=tile.pairs,
             X_LAYOUT=shared_layout((tile.pairs, tile.depth), x.dtype),
             GATED=gated,
-            EARLY=dealt.is_early,
+            **dealt.constants,
             **launch_options(tile.warps, self.pdl),
         )

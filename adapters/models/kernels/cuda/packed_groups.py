@@ -1,4 +1,7 @@
-"""Launches of grouped products with packed weights of experts. `triton/packed_groups.py` says how they are summed."""
+"""The tiles of grouped products of experts, and launches of those with packed weights.
+
+`triton/packed_groups.py` says how they are summed.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,80 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.descriptors import launch_options, shared_layout
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix
 from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
 from adapters.models.kernels.triton import packed_groups
+from adapters.models.kernels.triton.experts import deal
+from adapters.models.kernels.triton.hopper.hopper_groups import multiply_many_ahead
 from adapters.models.kernels.triton_launch import launch
 
 _AHEAD = 384  # columns that each warp loads ahead, at most
 _OWN_SHARED = 5 << 10  # bytes of a program's shared memory next to rows of x, about
 _NUMBER = 2  # bytes of a number of x
+_SUM = 4  # bytes of a sum
+_COUNTED = 4096  # pairs that a program counts at once
+_MANY = 32  # pairs of an expert on average, from which on a weight is unpacked for up to 128 pairs
+_MIDDLING = 48  # a tile of 64 pairs takes three quarters of the time of one of 128
+_WIDE_ROWS = 128  # of the weight, that a program for so many pairs has
 
 
 @frozen
 class PairTiles:
     """The assignment of pairs to experts, on the device, for the experts of one turn.
 
-    is_early: it was made before the kernel before the product started.
+    is_early: it was made before the kernel before the product started. experts: there is one row, whose experts out of
+    so many are in all three tensors; 0: there are tiles. The kernels of few pairs take either (`read_tile`).
     """
 
     pairs: Tensor
     tiles: Tensor
     total: Tensor
     is_early: bool = False
+    experts: int = 0
+
+    @classmethod
+    def of_row(cls, chosen: Tensor, experts: int) -> PairTiles:
+        """Return what stands for the tiles of one row. chosen: int32 `[1, k]`, out of so many experts."""
+        own = chosen.view(-1)
+        return cls(own, own, own, experts=experts)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Return what a kernel of few pairs knows of tiles before it runs."""
+        tiles = len(self.tiles) if self.experts else 0
+        return {"TILES": tiles, "EXPERTS": self.experts, "EARLY": self.is_early}
+
+
+def deal_pairs(chosen: Tensor, slots_by_expert: Tensor | None, height: int, count: int, pdl: bool | None) -> PairTiles:
+    """Collect the pairs of each of `count` experts in tiles of up to `height`.
+
+    slots_by_expert: int32, where the weights of this turn's experts are, -1 for others; None: all are in place.
+    """
+    pairs = chosen.numel()
+    some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
+    dealt = PairTiles(
+        chosen.new_empty(pairs),
+        chosen.new_empty((pairs + some * (height - 1)) // height, 4),
+        chosen.new_empty(1),
+    )
+    launch(
+        deal,
+        (count,),
+        chosen,
+        chosen if slots_by_expert is None else slots_by_expert,  # never read without
+        dealt.pairs,
+        dealt.tiles,
+        dealt.total,
+        pairs,
+        COUNT=count,
+        EXPERTS=triton.next_power_of_2(count),
+        IN_SLOTS=slots_by_expert is not None,
+        TILE=height,
+        BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
+        **launch_options(4, pdl),
+    )
+    return dealt
 
 
 @frozen
@@ -36,7 +91,8 @@ class PackedGroupTile:
     warps.
 
     registers: the most of a thread; None: as many as the compiler likes. resident: programs of few pairs that a
-    processor runs at a time.
+    processor runs at a time. stages: blocks of rows of x in shared memory, of a tile of `hopper_groups`; 0: it is of
+    another kernel.
     """
 
     pairs: int
@@ -45,10 +101,19 @@ class PackedGroupTile:
     warps: int = 4
     registers: int | None = None
     resident: int = 0
+    stages: int = 0
+
+    @property
+    def is_few(self) -> bool:
+        """Return whether the kernel is one of those that need no tiles for the experts of one row."""
+        return self.pairs <= FEW_PAIRS
 
 
-def choose_packed_group_tile(pairs: int, experts: int, weight: CudaPackedMatrix, shared: int) -> PackedGroupTile:
+def choose_packed_group_tile(
+    pairs: int, experts: int, weight: CudaPackedMatrix, shared: int, *, hopper: bool = False
+) -> PackedGroupTile:
     """Choose a tile for as many pairs as an expert has on average. shared: bytes of shared memory of a processor.
+    hopper: there is a kernel for many pairs, of weights without a gate. It was compared in MXFP4 alone.
 
     Programs of few pairs have their rows of x in shared memory, all columns of them. Where these do not fit, tiles are
     those of more pairs.
@@ -56,6 +121,10 @@ def choose_packed_group_tile(pairs: int, experts: int, weight: CudaPackedMatrix,
     each = triton.cdiv(pairs, experts)
     room = FEW_PAIRS * weight.pieces * weight.piece * _NUMBER + _OWN_SHARED
     if each > FEW_PAIRS or room > shared:
+        if hopper and each > _MANY and weight.layout.steps == "e2m1":
+            height = 64 if each <= _MIDDLING else 128
+            fits = (shared - height * _WIDE_ROWS * _SUM) // (height * weight.block_form.block * _NUMBER)
+            return PackedGroupTile(height, _WIDE_ROWS, warps=_WIDE_ROWS // 16, stages=min(4, fits))
         return PackedGroupTile(16 if each <= 16 else 32 if each <= 32 else 64, 64)
     block = weight.block_form.block
     ahead = max(count for count in range(1, _AHEAD // block + 1) if weight.piece // block % count == 0)
@@ -90,14 +159,20 @@ def multiply_packed_groups(
         "BLOCK_N": tile.columns,
         "FORM": form,
         "GATED": gated,
-        "EARLY": dealt.is_early,
     }
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     parts = count_parts(weight.outputs, tile.columns)
     if tile.pairs > FEW_PAIRS:
-        launch(packed_groups.multiply_many, (len(dealt.tiles) * parts,), *tensors, *sizes, **constants, **options)
+        grid = (len(dealt.tiles) * parts,)
+        constants["EARLY"] = dealt.is_early
+        if tile.stages:
+            x_layout = shared_layout((tile.pairs, form.block), x.dtype)
+            own = {"STAGES": tile.stages, "X_LAYOUT": x_layout}
+            launch(multiply_many_ahead, grid, *tensors, *sizes, **constants, **own, **launch_options(tile.warps, pdl))
+        else:
+            launch(packed_groups.multiply_many, grid, *tensors, *sizes, **constants, **options)
         return
     own = {"PIECES": weight.pieces, "BLOCKS": weight.blocks, "EACH": each, "AHEAD": tile.ahead}
-    own["WHOLE"] = weight.outputs % tile.columns == 0
+    own |= dealt.constants | {"WHOLE": weight.outputs % tile.columns == 0}
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)

@@ -172,6 +172,11 @@ class GroupTile:
         return self.pairs, self.columns, self.depth
 
     @property
+    def is_few(self) -> bool:
+        """Return whether the kernel is one of those that need no tiles for the experts of one row."""
+        return self.is_ahead
+
+    @property
     def has_tall_weights(self) -> bool:
         """Return whether the weights are the taller operand, of which a tensor core takes 64 rows: where there are
         fewer pairs.
@@ -190,7 +195,7 @@ def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int)
     elif each <= 16:
         tile = GroupTile(16, 64, 128, 4, 5) if pairs <= _NARROW_PAIRS else GroupTile(16, 128, 128, 4, 3)
     else:
-        tile = GroupTile(64, 256, 64, 8, 3) if each <= 64 else GroupTile(128, 256, 64, 8, 3)
+        tile = GroupTile(64, 256, 64, 8, 4) if each <= 64 else GroupTile(128, 256, 64, 8, 4)
     fits = (shared - 4096) // ((tile.pairs + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
 

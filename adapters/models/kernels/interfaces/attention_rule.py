@@ -38,10 +38,5 @@ class AttentionRule:
     sinks: Tensor | None = None
     latent: int = 0
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether a row sees every key up to its own, and weighs values of their own by a softmax alone."""
-        return not self.window and not self.cap and self.sinks is None and not self.latent
-
 
 PLAIN = AttentionRule()

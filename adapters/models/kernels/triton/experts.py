@@ -45,6 +45,8 @@ def choose(
     a power of two. BIASED: the logits of experts have biases, float32. SCALED: the weight of an expert is multiplied
     with its scale, float32.
     """
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
@@ -55,7 +57,6 @@ def choose(
         scales = tl.load(scales_ptr + e, e < COUNT, 1.0)
         factors = tl.zeros((RANKS,), tl.float32) + 1.0
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     routed: tl.constexpr = COUNT + (1 if SHARED else 0)
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
@@ -244,6 +245,8 @@ def gate_pairs(
     GATE: see `linear.apply_gate`. BIASED: the biases `[COUNT, 2 width]` of the pair's expert are added first. COUNT: of
     experts; with 1 `chosen` is not read.
     """
+    if PDL:
+        gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < width
@@ -255,7 +258,6 @@ def gate_pairs(
         gate_bias = tl.load(bias_ptr + own, inside, 0.0).to(tl.float32)
         up_bias = tl.load(bias_ptr + own + width, inside, 0.0).to(tl.float32)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     at = pair * 2 * width + n
     gate = tl.load(both_ptr + at, inside, 0.0).to(tl.float32)
@@ -289,6 +291,8 @@ def add_up(
     BIASED: the bias of its expert, `[experts, width]`, is added to a result first, and the sum is rounded. The choice
     was made before the kernel before this one started, so that it may be read while that one still runs.
     """
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
@@ -302,7 +306,6 @@ def add_up(
             own = tl.load(chosen_ptr + row * ACTIVE + r, real, 0).to(tl.int64) * width
             biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     total = tl.zeros((BLOCK,), tl.float32)
     if real:

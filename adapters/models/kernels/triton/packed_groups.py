@@ -6,7 +6,7 @@ the number of an expert's pairs nor the kernel that multiplies them can change a
 
 * `multiply_few` is for up to eight pairs in a tile. The pieces of a sum are side by side, in one warp each.
 * `multiply_many` is for more pairs. A warp has all pieces of its sums, one after the other, so that rows of x that
-  come to shared memory are used by all warps.
+  come to shared memory are used by all warps. On Hopper `hopper_groups` does so for up to 128 pairs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,41 @@ from adapters.models.kernels.triton.packed_numbers import weights_of
 
 
 @gluon.jit
-def _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot):
+def matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot):
     """Return the pointers to the weight of one expert. words_apart, levels_apart: from one expert to the next."""
     at = slot.to(gl.int64)
     return words_ptr + at * words_apart, levels_ptr + at * levels_apart
 
 
 @gluon.jit
-def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constexpr):
-    """Store the sums `[rows of w, pairs]` of `count` pairs, each at its number. n0: the first row of w."""
+def read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS: gl.constexpr):
+    """Return where the weights of a tile are, its pairs, and how many.
+
+    EXPERTS: there is one row, which chose each expert for one pair, and `pairs` are the numbers of these experts. So
+    the pair of a tile is the tile's number. A padded row chose none, and reads the last one. 0: tiles were made.
+    """
+    if EXPERTS > 0:
+        slot = gl.minimum(gl.load(pairs_ptr + tile), EXPERTS - 1)
+        own_pairs = tile
+        count = 1
+    else:
+        slot = gl.load(tiles_ptr + tile * 4)
+        own_pairs = pairs_ptr + gl.load(tiles_ptr + tile * 4 + 1)
+        count = gl.load(tiles_ptr + tile * 4 + 2)
+    return slot, own_pairs, count
+
+
+@gluon.jit
+def number_pairs(own_pairs, m, count, EXPERTS: gl.constexpr):
+    """Return the numbers of pairs `m` of a tile; behind the last one, its number again. own_pairs: of `read_tile`."""
+    return m * 0 + own_pairs if EXPERTS > 0 else gl.load(own_pairs + gl.minimum(m, count - 1))
+
+
+@gluon.jit
+def store_pairs(total, out_ptr, own_pairs, n0, count, columns, GATED: gl.constexpr, EXPERTS: gl.constexpr):
+    """Store the sums `[rows of w, pairs]` of `count` pairs, each at its number. n0: the first row of w. own_pairs,
+    EXPERTS: see `read_tile`.
+    """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(total.reshape((total.shape[0] // 2, 2, total.shape[1])).permute((0, 2, 1)))
@@ -50,7 +76,7 @@ def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constex
         out = total.to(dtype)
     n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
     m = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))[None, :]
-    pair = gl.load(pairs_ptr + gl.minimum(m, count - 1)).to(gl.int64)
+    pair = number_pairs(own_pairs, m, count, EXPERTS).to(gl.int64)
     gl.store(out_ptr + pair * columns + n, out, mask=(m < count) & (n < columns))
 
 
@@ -124,6 +150,8 @@ def multiply_few(
     FORM: gl.constexpr,
     WHOLE: gl.constexpr,
     GATED: gl.constexpr,
+    TILES: gl.constexpr,
+    EXPERTS: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -133,7 +161,8 @@ def multiply_few(
     BLOCKS: of a row of w. EACH: blocks of a piece, a multiple of AHEAD. BLOCK_N rows of a tile's weight are a unit.
     Only the device knows how many tiles there are, so every program takes an equal share of all units, in order. It has
     the rows of its tile in shared memory. Each warp has the packed words of AHEAD blocks in registers or on their way
-    there, also those of the next unit. WHOLE: see `_request`.
+    there, also those of the next unit. WHOLE: see `_request`. TILES: how many there are; 0: only the device knows.
+    EXPERTS: see `read_tile`.
 
     EARLY: tiles were made before the kernel before this one started. Only then are weights requested while that kernel
     still runs.
@@ -159,14 +188,12 @@ def multiply_few(
     across = gl.cdiv(columns, BLOCK_N)
     if PDL and not EARLY:
         gdc_wait()
-    units = gl.load(total_ptr) * across
+    units = (TILES if TILES > 0 else gl.load(total_ptr)) * across
     begin = gl.program_id(0) * units // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
     for tile in range(begin // across, gl.cdiv(end, across)):
-        slot = gl.load(tiles_ptr + tile * 4)
-        own_pairs = pairs_ptr + gl.load(tiles_ptr + tile * 4 + 1)
-        count = gl.load(tiles_ptr + tile * 4 + 2)
-        matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
+        slot, own_pairs, count = read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS)
+        matrix = matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         start = gl.maximum(begin - tile * across, 0)
         stop = gl.minimum(end - tile * across, across)
         held = ()
@@ -176,7 +203,7 @@ def multiply_few(
             gdc_launch_dependents()
             if EARLY:
                 gdc_wait()
-        row = gl.load(own_pairs + gl.minimum(m, count - 1)) // SHARE
+        row = number_pairs(own_pairs, m, count, EXPERTS) // SHARE
         program_barrier()  # all warps have read the rows of the tile before
         for stage in gl.static_range(EACH):
             fetch_x(x_ptr, ring, (row, m < count, before, k), stage, EACH, depth, BLOCK)
@@ -203,7 +230,7 @@ def multiply_few(
                     acc = mma_v2(w, ring.index(step + ahead).permute((0, 2, 1)).load(RIGHT), acc)
                 held = coming
             total = restore(add_pieces(acc, num_warps), dtype, FORM)
-            store_pairs(total, out_ptr, own_pairs, unit * BLOCK_N, count, columns, GATED)
+            store_pairs(total, out_ptr, own_pairs, unit * BLOCK_N, count, columns, GATED, EXPERTS)
     if PDL:
         gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended
 
@@ -255,7 +282,7 @@ def multiply_many(
         slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
-        matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
+        matrix = matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
         held = load_block(matrix, coordinates, 0, blocks, FORM)
         if PDL:
@@ -282,4 +309,4 @@ def multiply_many(
             total = total + acc
         async_copy.wait_group(0)
         found = restore(add_pieces(total, num_warps), dtype, FORM)
-        store_pairs(found, out_ptr, pairs_ptr, n0, count, columns, GATED)
+        store_pairs(found, out_ptr, pairs_ptr, n0, count, columns, GATED, 0)

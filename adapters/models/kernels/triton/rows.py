@@ -1,6 +1,8 @@
 """Row-wise kernels in Triton: residual and norm, q/k norm with rotary and the cache write.
 
 One program owns whole rows and reduces each along one axis with a fixed layout, so its bits depend on that row only.
+
+Norms let the next kernel start first of all. It loads weights while they still run.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ def add_norm(
     WIDE: the weight is float32, and the normed row is not rounded before it is multiplied. HAS_BIAS: a bias `[width]`
     is added to delta first, and the sum is rounded.
     """
+    if PDL:
+        gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
     inside = i < width
@@ -61,7 +65,6 @@ def add_norm(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + i, inside, 0.0).to(tl.float32)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     x = tl.load(residual_ptr + at, inside, 0.0)
     if HAS_DELTA:
@@ -109,6 +112,8 @@ def add_normed(
     OUTER: how many norms of the sum are returned, `[OUTER, R, width]`; first, second, third: their weights. PARALLEL:
     there are other rows. SCALED: the sum is multiplied with `factor`.
     """
+    if PDL:
+        gdc_launch_dependents()
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
     inside = i < width
@@ -122,7 +127,6 @@ def add_normed(
         outer_ptr = first_ptr if j == 0 else second_ptr if j == 1 else third_ptr
         outer = outer + (tl.load(outer_ptr + i, inside, 0.0).to(tl.float32),)  # noqa: RUF005 - Triton knows no other way
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     delta = tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)
     x = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)

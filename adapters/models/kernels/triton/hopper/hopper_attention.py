@@ -119,6 +119,19 @@ def _forget(values, most, num_warps: gl.constexpr, least=0):
 
 
 @gluon.jit
+def _fold(all_acc, acc, peak, total, all_peak, all_total):
+    """Add a split to the fold of those before, as `online_softmax.fold_split` does."""
+    layout: gl.constexpr = acc.type.layout
+    new_peak = gl.maximum(all_peak, peak)
+    old = gl.exp2(all_peak - new_peak)
+    new = gl.exp2(peak - new_peak)
+    all_total = gl.fma(total, new, all_total * old)
+    spread = gl.zeros(acc.shape, gl.float32, layout=layout) + gl.convert_layout(new, gl.SliceLayout(1, layout))[:, None]
+    faded = all_acc * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
+    return gl.fma(acc, spread, faded), new_peak, all_total
+
+
+@gluon.jit
 def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr):
     """Return the tile of rows that an item is of: its first row, rows, slot, first position; the key head; how many
     splits the tile has, the number of its first one, and which of these splits the item is.

@@ -28,11 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_attention import (
-    _NOTHING,
-    _forget,
-    _weigh_scores,
-)
+from adapters.models.kernels.triton.hopper.hopper_attention import _NOTHING, _fold, _forget, _lowest_key, _weigh_scores
 from adapters.models.kernels.triton.hopper.hopper_ring import fill_rings, make_barriers
 
 BLOCK_M = gl.constexpr(64)  # rows of queries of one consumer: heads of one key head, row after row
@@ -44,19 +40,6 @@ def _multiply_keys(q, k_ring, k_come, number, nothing, STAGES: gl.constexpr):
     at = number % STAGES
     mbarrier.wait(k_come.index(at), number // STAGES & 1)
     return warpgroup_mma(q, k_ring.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _fold(all_acc, acc, peak, total, all_peak, all_total):
-    """Add a split to the fold of those before, as `online_softmax.fold_split` does."""
-    layout: gl.constexpr = acc.type.layout
-    new_peak = gl.maximum(all_peak, peak)
-    old = gl.exp2(all_peak - new_peak)
-    new = gl.exp2(peak - new_peak)
-    all_total = gl.fma(total, new, all_total * old)
-    spread = gl.zeros(acc.shape, gl.float32, layout=layout) + gl.convert_layout(new, gl.SliceLayout(1, layout))[:, None]
-    faded = all_acc * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
-    return gl.fma(acc, spread, faded), new_peak, all_total
 
 
 @gluon.jit
@@ -87,13 +70,16 @@ def _walk(
     bars,
     position,
     scale,
+    first_tile,
     SCORES: gl.constexpr,
     OF_SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr,
     MASKED: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
     """Take the steps from `low` to `high`. Step n adds the values of tile n and computes the weights of tile n + 1.
+    Tiles are numbered from `first_tile` on, which is tile 0 unless there is a window.
 
     p: the weights of tile n. acc: the sums up to tile n - 1, and `fade` is how much of them is left in tile n. sums:
     peak and total up to tile n. ended: peak and total of the split before. folded: the splits before that one.
@@ -104,17 +90,18 @@ def _walk(
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
     for number in range(low, high):
         begun = _multiply_keys(q, k_ring, k_come, number + 1, nothing, K_STAGES)
-        acc, folded = _open_or_fade(number, acc, fade, ended, folded, OF_SPLIT)
+        tile = first_tile + number
+        acc, folded = _open_or_fade(tile, acc, fade, ended, folded, OF_SPLIT)
         values = v_ring.index(number % V_STAGES)
-        adding = warpgroup_mma(p, values, acc, use_acc=number % OF_SPLIT > 0, is_async=True)
+        adding = warpgroup_mma(p, values, acc, use_acc=tile % OF_SPLIT > 0, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
         mbarrier.arrive(k_free.index((number + 1) % K_STAGES), count=1)
         ended = sums
-        ends = (number + 1) % OF_SPLIT == 0
+        ends = (tile + 1) % OF_SPLIT == 0
         peak = gl.where(ends, _NOTHING, sums[0])
         total = gl.where(ends, 0.0, sums[1])
-        key0 = (number + 1) * BLOCK_N
-        weights, fade, peak, total = _weigh_scores(scores, MASKED, key0, position, peak, total, scale)
+        key0 = (tile + 1) * BLOCK_N
+        weights, fade, peak, total = _weigh_scores(scores, MASKED, key0, position, peak, total, scale, WINDOW)
         sums = (peak, total)
         coming = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
         mbarrier.wait(v_come.index((number + 1) % V_STAGES), (number + 1) // V_STAGES & 1)
@@ -128,6 +115,7 @@ def _walk(
 def _consume(
     q_ptr,
     out_ptr,
+    sinks_ptr,
     k_ring,
     v_ring,
     queries,
@@ -142,10 +130,13 @@ def _consume(
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
 ):
     """Compute consumer NUMBER's part of a tile.
 
-    tile_rows: the tile's first row, rows, first position, the program's first head, its last position, tiles of keys.
+    tile_rows: the tile's first row, rows, first position, the program's first head, its last position, with a window
+    the first tile of keys, and how many it has.
     Heads are those of one key head, row after row, and a part may begin within a row. COLUMNS: warps that share a row
     of the output. Each of them computes all weights of the row, which takes less time than to exchange them, and adds
     them in the order of `attention`.
@@ -158,7 +149,12 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4 * COLUMNS, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    row0, count, first, begins, last, tiles = tile_rows
+    low = 0
+    if WINDOW > 0:
+        row0, count, first, begins, last, low, tiles = tile_rows
+        lowest = _lowest_key(first + begins // GROUP, WINDOW)
+    else:
+        row0, count, first, begins, last, tiles = tile_rows
     begins += NUMBER * BLOCK_M
     if tiles > 0:
         i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADED))
@@ -180,29 +176,46 @@ def _consume(
         begun = _multiply_keys(q, k_ring, k_come, 0, nothing, K_STAGES)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
         mbarrier.arrive(k_free.index(0), count=1)
-        weights, fade, peak, total = _weigh_scores(scores, True, 0, position, no_peak, no_total, scale)
+        key0 = low * BLOCK_N
+        weights, fade, peak, total = _weigh_scores(scores, True, key0, position, no_peak, no_total, scale, WINDOW)
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(v_come.index(0), 0)
         sums = (peak, total)
         ended = (no_peak, no_total)
         folded = (acc, no_peak, no_total)
         end = tiles - 1
-        clear = gl.minimum(gl.maximum((begin + 1) // BLOCK_N - 1, 0), end)  # steps whose new weights are not masked
+        clear = gl.minimum(gl.maximum((begin + 1) // BLOCK_N - 1 - low, 0), end)  # the last steps are masked
+        opening = 0
+        if WINDOW > 0:  # so are the first ones, of whose keys some rows do not see all
+            if lowest > key0:
+                _forget(v_ring.index(0), BLOCK_N, 4 * COLUMNS, lowest - key0)
+            edge = _lowest_key(gl.minimum(first + (begins + BLOCK_M - 1) // GROUP, last), WINDOW)
+            opening = gl.minimum(gl.maximum(gl.cdiv(edge, BLOCK_N) - 1 - low, 0), clear)
+            p, acc, fade, sums, ended, folded = _walk(
+                0, opening, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, low, SCORES,
+                OF_SPLIT, WINDOW, True, K_STAGES, V_STAGES,
+            )  # fmt: skip
         p, acc, fade, sums, ended, folded = _walk(
-            0, clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, SCORES, OF_SPLIT,
-            False, K_STAGES, V_STAGES,
+            opening, clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, low, SCORES,
+            OF_SPLIT, WINDOW, False, K_STAGES, V_STAGES,
         )  # fmt: skip
         p, acc, fade, sums, ended, folded = _walk(
-            clear, end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, SCORES, OF_SPLIT,
-            True, K_STAGES, V_STAGES,
+            clear, end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, low, SCORES,
+            OF_SPLIT, WINDOW, True, K_STAGES, V_STAGES,
         )  # fmt: skip
-        acc, folded = _open_or_fade(end, acc, fade, ended, folded, OF_SPLIT)
+        acc, folded = _open_or_fade(low + end, acc, fade, ended, folded, OF_SPLIT)
         values = v_ring.index(end % V_STAGES)
-        if tiles * BLOCK_N > last + 1:
-            _forget(values, last - end * BLOCK_N, 4 * COLUMNS)
-        adding = warpgroup_mma(p, values, acc, use_acc=end % OF_SPLIT > 0, is_async=True)
+        if (low + tiles) * BLOCK_N > last + 1:
+            least = lowest - (low + end) * BLOCK_N if WINDOW > 0 else 0
+            _forget(values, last - (low + end) * BLOCK_N, 4 * COLUMNS, least)
+        adding = warpgroup_mma(p, values, acc, use_acc=(low + end) % OF_SPLIT > 0, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
-        all_acc, _peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
+        all_acc, all_peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
+        if SINKS:  # one more key, whose value is zero
+            sink = gl.load(sinks_ptr + kv_head * GROUP + (begins + m) % GROUP) * 1.4426950408889634
+            once = gl.full([BLOCK_M], 1.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+            no_values = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
+            all_acc, all_peak, all_total = _fold(all_acc, no_values, sink, once, all_peak, all_total)
         total = gl.convert_layout(all_total, gl.SliceLayout(1, OUT))
         out = all_acc / gl.where(total > 0.0, total, 1.0)[:, None]
         o = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
@@ -224,6 +237,7 @@ def attend_chain_ahead(
     capacity,
     tile_limit,
     scale,
+    sinks_ptr,
     HEADS: gl.constexpr,
     KV: gl.constexpr,
     GROUP: gl.constexpr,
@@ -235,9 +249,11 @@ def attend_chain_ahead(
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
     PAGE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Do the same as `attention.attend_chain`, for plain attention of rows that are not coded.
+    """Do the same as `attention.attend_chain`, without caps and latents, for rows that are not coded.
 
     A program computes CONSUMERS * 64 heads, and PARTS programs the heads of a tile. So no head is left out where 64 is
     no multiple of GROUP. With one consumer, eight warps share its rows of the output.
@@ -258,7 +274,8 @@ def attend_chain_ahead(
     slot = gl.load(tiles_ptr + tile * 8 + 2)
     first = gl.load(tiles_ptr + tile * 8 + 3)
     last = first + gl.minimum(count, (begins + OF_PART + GROUP - 1) // GROUP) - 1
-    tiles = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, BLOCK_N), 1), 0)
+    low = _lowest_key(first + begins // GROUP, WINDOW) // BLOCK_N if WINDOW > 0 else 0
+    tiles = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, BLOCK_N) - low, 1), 0)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
     queries = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, BLOCK_M, HEAD], k_desc.layout)
@@ -271,6 +288,8 @@ def attend_chain_ahead(
     if PDL:
         gdc_wait()
     tile_rows = (row0, count, first, begins, last, tiles)
+    if WINDOW > 0:
+        tile_rows = (row0, count, first, begins, last, low, tiles)
     base = (slot * KV + kv_head) * capacity
     pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
@@ -280,21 +299,22 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP,
-                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP,
-                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        scale, 1, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
                     fill_rings,
                     (
-                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, low, tiles, KV, PAGE, K_STAGES,
+                        V_STAGES,
                     ),
                 ),
             ],
@@ -307,14 +327,15 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP,
-                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
                     fill_rings,
                     (
-                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, low, tiles, KV, PAGE, K_STAGES,
+                        V_STAGES,
                     ),
                 ),
             ],

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
-from adapters.models.kernels.triton.packed_groups import store_pairs
+from adapters.models.kernels.triton.packed_groups import number_pairs, read_tile, store_pairs
 
 
 @gluon.jit
@@ -49,6 +49,8 @@ def multiply_pairs_ahead(
     BLOCK_M: gl.constexpr,
     X_LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
+    TILES: gl.constexpr,
+    EXPERTS: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -57,7 +59,8 @@ def multiply_pairs_ahead(
     columns, depth]`, in blocks of 64 rows.
 
     STEPS: blocks of all columns. X_LAYOUT: of blocks of x in shared memory. EARLY: tiles were made before the kernel
-    before this one started. Only then are weights requested while that kernel still runs.
+    before this one started. Only then are weights requested while that kernel still runs. TILES: how many there are; 0:
+    only the device knows. EXPERTS: see `read_tile`.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
@@ -75,15 +78,13 @@ def multiply_pairs_ahead(
     across = gl.cdiv(columns, BLOCK_N)
     if PDL and not EARLY:
         gdc_wait()
-    units = gl.load(total_ptr) * across
+    units = (TILES if TILES > 0 else gl.load(total_ptr)) * across
     begin = gl.program_id(0) * units // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
     here = 0
     turn = 0
     for tile in range(begin // across, gl.cdiv(end, across)):
-        slot = gl.load(tiles_ptr + tile * 4)
-        own_pairs = pairs_ptr + gl.load(tiles_ptr + tile * 4 + 1)
-        count = gl.load(tiles_ptr + tile * 4 + 2)
+        slot, own_pairs, count = read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS)
         start = gl.maximum(begin - tile * across, 0)
         stop = gl.minimum(end - tile * across, across)
         first = slot * columns + start * BLOCK_N
@@ -95,7 +96,7 @@ def multiply_pairs_ahead(
             gdc_launch_dependents()
             if EARLY:
                 gdc_wait()
-        row = gl.load(own_pairs + gl.minimum(m, count - 1)) // SHARE
+        row = number_pairs(own_pairs, m, count, EXPERTS) // SHARE
         x_at = x_ptr + row.to(gl.int64) * depth + k
         program_barrier()  # the rows of the tile before have been multiplied
         for block in gl.static_range(STEPS):
@@ -121,6 +122,6 @@ def multiply_pairs_ahead(
                 here = gl.where(here == STAGES - 1, 0, here + 1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             total = gl.convert_layout(acc, PAIRS)
-            store_pairs(total, out_ptr, own_pairs, unit * BLOCK_N, count, columns, GATED)
+            store_pairs(total, out_ptr, own_pairs, unit * BLOCK_N, count, columns, GATED, EXPERTS)
     if PDL:
         gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended

@@ -48,20 +48,21 @@ def fill_rings(
     pages_ptr,
     base,
     kv_head,
+    low,
     tiles,
     KV: gl.constexpr,
     PAGE: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
-    """Bring all tiles of keys and values in order, each as soon as its slot of the ring is free.
+    """Bring tiles of keys and values in order, from tile `low` on, each as soon as its slot of the ring is free.
 
     bars: of keys and of values those that tell what has come, and those that tell what is free.
     """
     k_come, k_free, v_come, v_free = bars
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     for number in range(tiles):
-        at = number * BLOCK_N
+        at = (low + number) * BLOCK_N
         row = base + at
         if PAGE > 0:
             row = (gl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
