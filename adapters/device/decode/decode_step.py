@@ -39,7 +39,7 @@ from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
-from adapters.device.decode.next_steps import count_proposing_step, find_next_steps, has_copying
+from adapters.device.decode.next_steps import count_proposing_step, find_next_steps
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.decode.prompt_along import PlaceAlong, goes_along
@@ -153,8 +153,7 @@ class DecodeRunner:
         outcomes = self.step(effect_requests, may_copy=not batch.has_changed, more=True)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
         following = find_next_steps(effect_requests, outcomes, self.slots, self.is_abandoned)
-        if any(map(has_copying, effect_requests)):
-            following = count_proposing_step(following, outcomes)
+        following = count_proposing_step(following, outcomes)
         ends_together = None in following and self.proposer is not None
         if batch.serve_and_check_stop() or ends_together or self.overlapped.finds_expired_match(following, batch):
             following = [None] * len(effect_requests)
@@ -186,7 +185,7 @@ class DecodeRunner:
             # One row: the draft proposed nothing, and where there is a draft no copies are taken natively.
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
-        (matched,) = self.copies.find_matches([(effect.slot, state)])
+        (matched,) = self.copies.find_matches([(effect.slot, state)], is_asked=effect.copying is not None)
         took_ns = time.perf_counter_ns() - started_ns
         copied = taken.proposed if copies.chains else 0
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
@@ -244,7 +243,8 @@ class DecodeRunner:
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
-        matches = self.copies.find_matches([(member.slot, member.state) for member in members])
+        is_asked = any(one.effect.copying is not None for _, one in taken.values())
+        matches = self.copies.find_matches([(member.slot, member.state) for member in members], is_asked=is_asked)
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
         counts = self.copies.count_copies(members, copies)

@@ -76,7 +76,7 @@ class LoopCaller:
         What a function raises goes to the exception handler of the event loop, as with `call_soon`.
         """
         _system.read(self._read_end, _BYTE, 1)
-        # Cleared first: a call that comes while these functions run is either called now, or wakes the event loop again.
+        # Cleared first: a call that comes while these functions run is called now, or it wakes the event loop again.
         self._is_woken = False
         for _ in range(len(self._waiting)):
             context, function, arguments = self._waiting.popleft()

@@ -173,6 +173,10 @@ class TextProposer(Protocol):
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         ...
 
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Note that these states have the tokens of a step, where no match is asked for."""
+        ...
+
     def read_match(self, slot: int, state: SlotState) -> int:
         """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
         ...

@@ -78,6 +78,9 @@ class UnsearchedText:
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
         return [self.read_match(slot, state) for slot, state in slots]
 
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Nothing is kept of a text."""
+
     def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
         return MATCH_CLASSES[-1]
 

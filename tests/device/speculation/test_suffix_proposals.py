@@ -181,7 +181,7 @@ def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps
     copies = StepCopies(SuffixProposer(matcher()), capacity)
     text = [*range(1, 40), 5, 6, 7, 8, 9]
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
-    copies.find_matches(list(enumerate(states)))
+    copies.find_matches(list(enumerate(states)), is_asked=True)
     found = copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
     assert not found.branches
     return found.chains
@@ -207,14 +207,14 @@ def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch
     monkeypatch.setattr(
         SuffixProposer, "read_match", lambda proposer, slot, state: asked.append(slot) or read(proposer, slot, state)
     )
-    assert copies.find_matches(list(enumerate(states))) == [0, 0]
+    assert copies.find_matches(list(enumerate(states)), is_asked=True) == [0, 0]
     assert (copies.choose(members).chains, [copies.find_class(*one) for one in members], asked) == ({}, [-1, -1], [])
     states[1].tokens += range(105, 109)
-    assert copies.find_matches([(1, states[1])]) == [4]
+    assert copies.find_matches([(1, states[1])], is_asked=True) == [4]
     members[1] = a_member(1, states[1], a_rule(9))
     assert (copies.choose(members).chains, asked) == ({1: tuple(range(109, 118))}, [1])
     states[1].tokens.append(7000)
-    assert copies.find_matches(list(enumerate(states))) == [0, 0]
+    assert copies.find_matches(list(enumerate(states)), is_asked=True) == [0, 0]
     assert (copies.choose(members).chains, asked) == ({}, [1])
 
 
@@ -346,6 +346,9 @@ class Script(TextProposer):
     def find_matches(self, slots):
         self.lengths |= {slot: len(state.tokens) for slot, state in slots}
         return [self.read_match(slot, state) for slot, state in slots]
+
+    def note_tokens(self, slots):
+        self.find_matches(slots)
 
     def read_match(self, slot, state):
         return 40 * ((slot, len(state.tokens)) in self.at)

@@ -74,6 +74,7 @@ class NativeText:
     found: MatchOf = field(init=False, factory=MatchOf)
     address: int = field(init=False)  # of `described`
     match_address: int = field(init=False)  # of `found`
+    alone: ctypes.Array[ctypes.c_void_p] = field(init=False)  # that address, as the only one of a search
     _tokens: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
     _earlier: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
     _newest: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
@@ -84,6 +85,7 @@ class NativeText:
         self.address = ctypes.addressof(self.described)
         self.match_address = ctypes.addressof(self.found)
         self.found.own = self.address
+        self.alone = (ctypes.c_void_p * 1)(self.match_address)
 
     def __len__(self) -> int:
         return self._count
@@ -177,3 +179,13 @@ class NativeTextMatcher:
                 text.is_long = False
                 if text.searched is not None:
                     text.searched.is_long = False
+
+    def match_next(self, own: IndexedText, token: int, archive: IndexedText | None) -> int:
+        assert isinstance(own, NativeText)
+        own.append((token,))
+        if archive is not own.searched or own.is_long or (own.searched is not None and own.searched.is_long):
+            self.match([(own, archive)])
+            return own.matched
+        self.compiled.brief.rekindle_match_texts(own.alone, 1)
+        own.matched = own.found.matched
+        return own.matched
