@@ -101,7 +101,7 @@ class DecodeRunner:
     _batch: RunningBatch | None = field(init=False, default=None)  # the launch that goes on step after step
 
     def __attrs_post_init__(self) -> None:
-        self.native = make_native_decode(self.shard, self.buckets)
+        self.native = make_native_decode(self.shard, self.buckets, self._wake_reader)
         self.copies = StepCopies(self.text_proposer, self.shard.spec.capacity)
         self.overlapped = OverlappedDecode(
             self.shard,
@@ -144,8 +144,14 @@ class DecodeRunner:
                 take_steps = self.overlapped.run if is_overlapped else self._run_step
                 effect_requests = take_steps(effect_requests, batch) if effect_requests else []
         finally:
+            batch.wake_reader()
             self._batch = None
         return not_along
+
+    def _wake_reader(self) -> None:
+        """Let the event loop take what the step before gave. Called when the next step is about to compute."""
+        if self._batch is not None:
+            self._batch.wake_reader()
 
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
@@ -160,8 +166,9 @@ class DecodeRunner:
         reported = list[tuple[RequestId, Outcome]]()
         for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
             reported.append((effect_request.request, as_last_outcome(outcome) if next_request is None else outcome))
-        batch.report_outcomes(reported)
-        return [one for one in (*following, *batch.take_joining()) if one is not None]
+        next_step = [one for one in (*following, *batch.take_joining()) if one is not None]
+        batch.report_outcomes(reported, wake=not next_step or self.shard.spec.runs_ahead)
+        return next_step
 
     # --- one step ---
 
@@ -230,6 +237,7 @@ class DecodeRunner:
             copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else NO_COPIES
             spec = self.shard.spec
             members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
+            self._wake_reader()
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
