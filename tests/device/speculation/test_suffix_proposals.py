@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -163,6 +164,43 @@ def test_a_match_counts_for_the_text_that_it_was_found_in_only():
     assert proposer.read_match(0, a_state([1, 2, 3, 4, 1, 2, 3], 2)) == 0
     state.tokens.append(5)
     assert proposer.read_match(0, state) == 0
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_one_more_token_gives_what_a_search_of_the_whole_text_gives(archived):
+    """Texts of three kinds of tokens have matches everywhere, and some of them go on in the archive."""
+    draw = random.Random(7)
+    own = [draw.randrange(3) for _ in range(2100)]  # so many that the text grows, and is indexed in a long call
+    archive = matcher().make_text()
+    archive.append([draw.randrange(3) for _ in range(1500)])
+    searched = archive if archived else None
+    step_by_step = matcher().make_text()
+    for count, token in enumerate(own, 1):
+        matched = matcher().match_next(step_by_step, token, searched)
+        assert matched == step_by_step.matched
+        if count % 50:
+            continue
+        at_once = matcher().make_text()
+        at_once.append(own[:count])
+        matcher().match([(at_once, searched)])
+        assert (matched, step_by_step.copy(31)) == (at_once.matched, at_once.copy(31))
+
+
+def test_tokens_of_launches_that_copy_nothing_are_searched_and_archived_later():
+    proposer = SuffixProposer(matcher())
+    first = a_state([1, 2, 3], stops=frozenset({0}))
+    copies = StepCopies(proposer, 999)
+    for token in [*range(100, 140), 0]:
+        first.tokens.append(token)
+        assert copies.find_matches([(0, first)], is_asked=False) == [0]
+    later = a_state([9, *range(110, 115)], 2)
+    assert copies.find_matches([(0, later)], is_asked=False) == [0], "there is a match, but nobody asks for it"
+    assert copies.choose([a_member(0, later, a_rule(4))]).chains == {}
+    later.tokens += [115, 116]
+    assert copies.find_matches([(0, later)], is_asked=True) == [7]
+    assert copies.choose([a_member(0, later, a_rule(4))]).chains == {0: (117, 118, 119, 120)}
+    assert copies.find_matches([(0, later)], is_asked=False) == [0]
+    assert copies.choose([a_member(0, later, a_rule(4))]).chains == {}, "the match is an old one now"
 
 
 # --- what a step copies ---
