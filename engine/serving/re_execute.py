@@ -117,7 +117,12 @@ class RecordedProposer(Proposer):
         return tuple(islice(known, min(request.most, request.depth, MOST)))
 
     def follow(
-        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self,
+        step: Step,
+        aux_hidden_states: Mapping[int, Tensor],
+        kept: Sequence[Kept],
+        states: Sequence[SlotState],
+        plain_steps: int = 0,
     ) -> None:
         """It knows what comes."""
 

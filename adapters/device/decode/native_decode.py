@@ -119,7 +119,7 @@ class NativeDecodeStep:
 
     shard: DenseShard
     buckets: Sequence[int]
-    before_compute: Callable[[], object] = lambda: None
+    before_compute: Callable[[], object]
     _targets: dict[int, DecodePass | None] = field(init=False, factory=dict)  # by rows
     _steps: dict[tuple[int, int], FusedStep] = field(init=False, factory=dict)  # by rows, and rows of the draft's block
 
