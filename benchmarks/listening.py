@@ -51,8 +51,7 @@ class Listening:
         """Listen to the steps that the target's executor takes in one call. Again, where it has a new executor."""
         decoding = self.target.executor.decoding
         if decoding.native is not None:
-            native = decoding.native
-            decoding.native = HeardRounds(native.shard, native.buckets, native.before_compute, self.rows)
+            decoding.native = HeardRounds(decoding.native.shard, decoding.native.buckets, self.rows)
 
     def taken(self) -> list[tuple[int, str]]:
         found = list(self.rows)

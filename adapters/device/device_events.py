@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
-from adapters.device.lane.loop_caller import make_loop_caller
+from adapters.device.lane.lane import make_loop_caller
 from effects.ids import SlotId
 
 

@@ -44,7 +44,7 @@ from adapters.device.decode.prompt_along import goes_along, limit_to_forward
 from adapters.device.device_events import DeviceEventPort, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
-from adapters.device.lane.loop_caller import make_loop_caller
+from adapters.device.lane.lane import make_loop_caller
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
 from adapters.device.lane.prompt_lane import ExecutorLanes
 from adapters.device.lane.running_batch import InFlightRequests, OutcomeQueue, perform_launch

@@ -103,7 +103,7 @@ class DecodeRunner:
     _batch: RunningBatch | None = field(init=False, default=None)  # the launch that goes on step after step
 
     def __attrs_post_init__(self) -> None:
-        self.native = make_native_decode(self.shard, self.buckets, self._wake_reader)
+        self.native = make_native_decode(self.shard, self.buckets)
         self.copies = StepCopies(self.text_proposer, self.shard.spec.capacity)
         self.overlapped = OverlappedDecode(
             self.shard,
@@ -146,14 +146,8 @@ class DecodeRunner:
                 take_steps = self.overlapped.run if is_overlapped else self._run_step
                 effect_requests = take_steps(effect_requests, batch) if effect_requests else []
         finally:
-            batch.wake_reader()
             self._batch = None
         return not_along
-
-    def _wake_reader(self) -> None:
-        """Let the event loop take what the step before gave."""
-        if self._batch is not None:
-            self._batch.wake_reader()
 
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
@@ -168,9 +162,8 @@ class DecodeRunner:
         reported = list[tuple[RequestId, Outcome]]()
         for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
             reported.append((effect_request.request, as_last_outcome(outcome) if next_request is None else outcome))
-        next_step = [one for one in (*following, *batch.take_joining()) if one is not None]
-        batch.report_outcomes(reported, wake=not next_step or self.shard.spec.runs_ahead)
-        return next_step
+        batch.report_outcomes(reported)
+        return [one for one in (*following, *batch.take_joining()) if one is not None]
 
     # --- one step ---
 
@@ -239,7 +232,6 @@ class DecodeRunner:
             copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else NO_COPIES
             spec = self.shard.spec
             members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
-            self._wake_reader()
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -255,7 +247,8 @@ class DecodeRunner:
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
         is_asked = any(one.effect.copying for _, one in taken.values())
         matches = self.copies.find_matches([(member.slot, member.state) for member in members], is_asked=is_asked)
-        took_ns = time.perf_counter_ns() - started_ns if piece is None else 0  # a piece has a share that is not known
+        # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
+        took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
         counts = self.copies.count_copies(members, copies)
         for member, one, matched, count in zip(members, verified.found, matches, counts, strict=True):
             outcomes[member.index] = decode_outcome(member, one, took_ns, matched, count, more=more)

@@ -24,7 +24,7 @@ proposals under a grammar.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -82,14 +82,12 @@ class FusedStep:
 
     The library gets a request's settings when its first step comes, and not again at each step.
 
-    draft: the part of the step in which a draft proposes, if there is one. before_compute: called right before a step
-    computes, which is when the interpreter becomes free for other threads. row_layers: the auxiliary layers that the
+    draft: the part of the step in which a draft proposes, if there is one. row_layers: the auxiliary layers that the
     step copies to a draft's backlog; None before that was set up.
     """
 
     native: DecodeRound
     draft: ref[DraftPass] | None
-    before_compute: Callable[[], object]
     row_layers: Sequence[int] | None = field(init=False, default=None)
     _sampler: Sampler | None = field(init=False, default=None)  # of the request that the step knows
 
@@ -106,20 +104,15 @@ class FusedStep:
             self.native.describe(sampler.sampling, guesses, sorted(state.stops))
             self._sampler = sampler
         self.native.give(given.copies, given.masks)
-        self.before_compute()
         return self.native.run(slot, state.valid, first, state.tokens[-1], count)
 
 
 @define(eq=False)
 class NativeDecodeStep:
-    """The native steps of one target.
-
-    buckets: row counts that forwards run with, ascending. before_compute: as in `FusedStep`.
-    """
+    """The native steps of one target. buckets: row counts that forwards run with, ascending."""
 
     shard: DenseShard
     buckets: Sequence[int]
-    before_compute: Callable[[], object]
     _targets: dict[int, DecodePass | None] = field(init=False, factory=dict)  # by rows
     _steps: dict[tuple[int, int], FusedStep] = field(init=False, factory=dict)  # by rows, and rows of the draft's block
 
@@ -217,7 +210,7 @@ class NativeDecodeStep:
         draft_now = None if native is None else ref(native)
         # A draft whose weights have gone and come back has another native part.
         if known is None or known.draft != draft_now:
-            known = FusedStep(target.build_round(draft_now), draft_now, self.before_compute)
+            known = FusedStep(target.build_round(draft_now), draft_now)
             self._steps[kind] = known
         return known
 
@@ -236,11 +229,9 @@ def list_masks(matching: Matching, copies: Tokens) -> list[Mask] | None:
     return masks
 
 
-def make_native_decode(
-    shard: Pipeline, buckets: Sequence[int], before_compute: Callable[[], object]
-) -> NativeDecodeStep | None:
+def make_native_decode(shard: Pipeline, buckets: Sequence[int]) -> NativeDecodeStep | None:
     """Return the native steps of a target; None if it is not on this host's CPU as a whole."""
     first = shard.parts[0]
     if len(shard.parts) > 1 or not isinstance(first, DenseShard) or first.spec.device.type != "cpu":
         return None
-    return NativeDecodeStep(first, buckets, before_compute)
+    return NativeDecodeStep(first, buckets)

@@ -28,17 +28,20 @@ before its second one, then finds B and ends. B is carried out next.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
 import torch
+from anyio.lowlevel import current_token
 from attrs import define
 
-from adapters.device.lane.loop_caller import make_loop_caller
 from adapters.watched_thread import WatchedThread
 
 T = TypeVar("T")
@@ -100,6 +103,15 @@ class _Posted:
 
     def refuse(self, error: LaneClosed) -> None:
         self.on_failed(error)
+
+
+def make_loop_caller() -> Callable[..., object]:
+    """Return a function that any thread may call: it has its first argument called with the others on this event loop.
+
+    Called on the event loop. The call happens in a copy of the context of now.
+    """
+    loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
+    return partial(loop.call_soon_threadsafe, context=copy_context())
 
 
 class DeviceLane:

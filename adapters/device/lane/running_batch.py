@@ -59,19 +59,11 @@ class OutcomeQueue:
 
     def put(self, step: Sequence[RequestOutcome]) -> None:
         """Add the outcomes of one step, of all members or some of them. Called on the lane."""
-        self.hold(step)
-        self.wake()
-
-    def hold(self, step: Sequence[RequestOutcome]) -> None:
-        """Add the outcomes of one step without waking the event loop yet. Called on the lane."""
         for request, outcome in step:
             if not has_more_to_come(outcome):
                 self.members.pop(request, None)
         self._steps.append(step)
-
-    def wake(self) -> None:
-        """Wake the event loop if it has not taken all outcomes and is not woken already. Called on the lane."""
-        if self._steps and not self._is_reader_woken:
+        if not self._is_reader_woken:
             self._is_reader_woken = True
             self.wake_reader(self)
 
@@ -116,21 +108,11 @@ class RunningBatch:
         """
         return self.lane.serve_between_steps() and not self._joining
 
-    def report_outcomes(self, outcomes: Sequence[RequestOutcome], *, wake: bool = True) -> None:
-        """Report the outcomes of a step to the event loop.
-
-        wake: False if the next step begins at once and calls `wake_reader` when it is about to compute. Until then the
-        event loop would only wait for the interpreter.
-        """
+    def report_outcomes(self, outcomes: Sequence[RequestOutcome]) -> None:
+        """Report the outcomes of a step to the event loop."""
         self.before_report()
         self.has_changed = self.has_changed or not all(has_more_to_come(outcome) for _, outcome in outcomes)
-        self.outcomes.hold(outcomes)
-        if wake:
-            self.outcomes.wake()
-
-    def wake_reader(self) -> None:
-        """Wake the event loop if there are outcomes that it was not woken for."""
-        self.outcomes.wake()
+        self.outcomes.put(outcomes)
 
 
 @define(eq=False)

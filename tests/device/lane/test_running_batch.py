@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve, fields
 
-from adapters.device.lane.running_batch import OutcomeQueue, as_last_outcome, has_more_to_come, merge_steps
+from adapters.device.lane.running_batch import as_last_outcome, has_more_to_come, merge_steps
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 
@@ -44,23 +44,3 @@ def test_the_time_of_merged_steps_is_their_mean_and_unknown_where_one_was_not_me
     assert (mean.tokens, mean.steps, mean.ns) == ((7, 7), 2, 40)
     [(_, mixed)] = merge_steps([timed, unknown, longer])
     assert (mixed.steps, mixed.ns) == (3, 0)
-
-
-def test_held_outcomes_wake_the_event_loop_once_and_come_in_order() -> None:
-    woken = list[OutcomeQueue]()
-    request = RequestId(1)
-    queue = OutcomeQueue(woken.append, {request: None})
-    queue.wake()
-    assert not woken, "there is nothing to take"
-    queue.hold([(request, Decoded((5,), more=True))])
-    assert not woken
-    queue.wake()
-    queue.wake()
-    assert woken == [queue]
-    queue.put([(request, Decoded((6,)))])
-    assert woken == [queue], "it has not taken them yet"
-    assert not queue.members
-    [(_, outcome)] = queue.take()
-    assert (outcome.tokens, outcome.more) == ((5, 6), False)
-    queue.wake()
-    assert woken == [queue]
