@@ -69,7 +69,7 @@ def run_steps(texts: Sequence[Tokens], steps: int) -> list[StepCost]:
         for text, (_, state) in zip(texts, slots, strict=True):
             state.tokens.append(text[step])
         started_ns = time.thread_time_ns()
-        copies.find_matches(slots)
+        copies.find_matches(slots, is_asked=True)
         searched_ns = time.thread_time_ns()
         chosen = copies.choose(members)
         copied_ns = time.thread_time_ns()

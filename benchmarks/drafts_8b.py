@@ -91,6 +91,9 @@ class ForcedCopies(TextProposer):
         self.searched.find_matches(slots)
         return [MATCH_CLASSES[-1]] * len(slots)
 
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        self.searched.note_tokens(slots)
+
     def read_match(self, slot: int, state: SlotState) -> int:
         self.searched.read_match(slot, state)
         self._lengths[slot] = len(state.tokens)

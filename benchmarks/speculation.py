@@ -223,8 +223,9 @@ class WatchedProposer(Proposer):
         aux_hidden_states: Mapping[int, torch.Tensor],
         kept: Sequence[Kept],
         states: Sequence[SlotState],
+        plain_steps: int = 0,
     ) -> None:
-        self.proposer.follow(step, aux_hidden_states, kept, states)
+        self.proposer.follow(step, aux_hidden_states, kept, states, plain_steps)
 
     def catch_up(self, slot: int) -> None:
         self.proposer.catch_up(slot)

@@ -125,9 +125,14 @@ class Forced(Proposer):
         return [*coming, *wrong, *([0] * (size - len(coming) - len(wrong)))]
 
     def follow(
-        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self,
+        step: Step,
+        aux_hidden_states: Mapping[int, Tensor],
+        kept: Sequence[Kept],
+        states: Sequence[SlotState],
+        plain_steps: int = 0,
     ) -> None:
-        self.drafting.follow(step, aux_hidden_states, kept, states)
+        self.drafting.follow(step, aux_hidden_states, kept, states, plain_steps)
 
     def catch_up(self, slot: int) -> None:
         self.drafting.catch_up(slot)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,7 @@ from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
 from engine.serving.serve import freeze_collected
 from engine.serving.wiring import Engine, run_engine
+from engine.settings.import_order import SWITCH_S
 from engine.settings.options import build_options
 from engine.tools.bench.forced_answer import ForcedAnswer
 
@@ -91,6 +93,7 @@ class TextServer:
 
 
 def serve_texts() -> None:
+    sys.setswitchinterval(SWITCH_S)  # as a server does
     with start_blocking_portal() as portal, ExitStack() as stack:
         serve_requests(TextServer(portal, stack).measure)
 

@@ -10,9 +10,9 @@ from attrs import evolve
 from effects.decode import Decoded, find_match_class
 from states import speculation_control
 from states.copy_branches import merge_plain_times
-from states.rates import DecodeTimes, Rates
+from states.rates import INITIAL_ACCOUNT, DecodeTimes, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST_TRIAL_GAP, SERVER_MEMORY
+from states.speculation_control import LONGEST_TRIAL_GAP, REFILL, SERVER_MEMORY
 from states.speculation_plan import Plan, SpeculationControl
 from states.step_prices import UNIT, Shape, record_step_time
 from states.suffix_control import find_server_gains, list_copy_widths, update_class_gains
@@ -23,6 +23,24 @@ def record_steps(rates: Rates, plan: Plan, count: int) -> Rates:
     for _ in range(count):
         rates = speculation_control.record_step(rates, plan)
     return count_down_to_trial(rates, count)
+
+
+def record_plain_steps(rates: Rates, plan: Plan, count: int, decode: DecodeTimes) -> Rates:
+    """Return the rates with other times of decode steps, and after so many steps in which nothing was proposed.
+
+    This is `record_steps` for nearly all steps where proposals do not pay. It makes the rates anew once, if at all.
+    """
+    account = max(rates.account, min(rates.account + REFILL * count, INITIAL_ACCOUNT))
+    until_trial = max(0, rates.steps_until_trial - count) if plan.reason else rates.steps_until_trial
+    until_copies = max(0, rates.copy_steps_until_trial - count)
+    counted = account, until_trial, until_copies
+    if decode is rates.decode and counted == (
+        rates.account,
+        rates.steps_until_trial,
+        rates.copy_steps_until_trial,
+    ):
+        return rates
+    return rates.with_steps(decode, *counted)
 
 
 def count_down_to_trial(rates: Rates, count: int) -> Rates:

@@ -61,7 +61,7 @@ from states.step_prices import Shape
 LaneChoice: TypeAlias = Launch | EffectOutcome | None
 
 # Decode steps with proposals between two plain ones, so that the time of a plain step stays known. It is also the most
-# steps that a launch with a draft takes unattended.
+# steps that a launch in which a draft proposes takes unattended.
 PLAIN_STEP_INTERVAL = 64
 TURN_PARTS = 4  # a prefill that takes turns with decode steps has at least one part in this many of a chunk
 
@@ -186,7 +186,8 @@ def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings
         max(1, effect.steps // (1 + propose)) for effect, propose in zip(decode_effects, plan.proposals, strict=True)
     ]
     if settings.max_proposals:
-        return [min(plan.steps, PLAIN_STEP_INTERVAL, *limits)] * len(limits)
+        most = PLAIN_STEP_INTERVAL if any(plan.proposals) else plan.steps
+        return [min(plan.steps, most, *limits)] * len(limits)
     return [min(plan.steps, limit) for limit in limits]
 
 

@@ -83,6 +83,7 @@ def learn_from_decode(
     is_first: this is the outcome of the step's first member. Every member reports the time of the same step, so only
     that report is learned.
     """
+    decode = known_rates.decode
     if is_first and decoded.ns and is_time_comparable(lane, decoded.ns):
         shape = get_step_shape(lane.running)
         if decoded.rows:
@@ -91,13 +92,16 @@ def learn_from_decode(
                 shape = evolve(shape, rows=decoded.rows)
                 known_rates = copy_records.record_copy_time(known_rates, shape, decoded.ns, branched=decoded.branched)
         elif decoded.proposed == propose:
-            known_rates = known_rates.with_decode_times(
-                step_prices.record_step_time(known_rates.decode, shape, decoded.ns)
-            )
+            decode = step_prices.record_step_time(decode, shape, decoded.ns)
+    further_steps = count_further_steps(decoded) if is_first else 0
+    if (settings.max_proposals or settings.max_copied) and not (decoded.rows or any(lane.plan.proposals)):
+        count = decoded.steps if is_first and copy_records.copies_alone(lane.plan) else further_steps
+        return copy_records.record_plain_steps(known_rates, lane.plan, count, decode)
+    if decode is not known_rates.decode:
+        known_rates = known_rates.with_decode_times(decode)
     if not (settings.max_proposals or settings.max_copied):
         return known_rates  # the rest is what is learned of proposals
     if is_first:
-        further_steps = count_further_steps(decoded)
         known_rates = copy_records.record_further_steps(known_rates, lane.plan, decoded, further_steps)
     return speculation_control.record_speculation_outcome(settings, known_rates, lane.plan, decoded)
 

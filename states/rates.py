@@ -95,7 +95,13 @@ class Rates:
             raise ValueError(f"impossible rates: {self}")
 
     def with_decode_times(self, decode: DecodeTimes) -> Rates:
-        """Return these rates with other times of decode steps.
+        """Return these rates with other times of decode steps."""
+        return self.with_steps(decode, self.account, self.steps_until_trial, self.copy_steps_until_trial)
+
+    def with_steps(
+        self, decode: DecodeTimes, account: int, steps_until_trial: int, copy_steps_until_trial: int
+    ) -> Rates:
+        """Return these rates after plain decode steps: with other times, another account, and other steps until trials.
 
         This runs once for every step of every launch. `evolve` would take three times as long.
         """
@@ -108,12 +114,12 @@ class Rates:
             self.scoring,
             self.gains,
             self.seen,
-            self.account,
-            self.steps_until_trial,
+            account,
+            steps_until_trial,
             self.next_trial_gap,
             self.copy_times,
             self.copied,
-            self.copy_steps_until_trial,
+            copy_steps_until_trial,
             self.copy_next_trial_gap,
             self.branch_times,
         )

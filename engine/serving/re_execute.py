@@ -110,14 +110,17 @@ class RecordedProposer(Proposer):
         return [chain((request.state.tokens[-1], *self.list_upcoming(request))) for request in requests]
 
     def list_upcoming(self, request: DraftRequest) -> Tokens:
-        """Return all but the last of the tokens of the next outcome. A trace is hostile input, so tokens
-        are checked.
-        """
+        """Return all but the last token of the next outcome. Tokens are checked, since a trace is hostile input."""
         known = takewhile(lambda token: 0 <= token < self.vocab, self.recorded.get(request.state.request, ())[:-1])
         return tuple(islice(known, min(request.most, request.depth, MOST)))
 
     def follow(
-        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self,
+        step: Step,
+        aux_hidden_states: Mapping[int, Tensor],
+        kept: Sequence[Kept],
+        states: Sequence[SlotState],
+        plain_steps: int = 0,
     ) -> None:
         """It knows what comes."""
 

@@ -78,6 +78,9 @@ class CountedCopies(TextProposer):
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         return self.searched.find_matches(slots)
 
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        self.searched.note_tokens(slots)
+
     def read_match(self, slot: int, state: SlotState) -> int:
         matched = self.searched.read_match(slot, state)
         self._matches[slot] = find_step(state), find_match_class(matched)

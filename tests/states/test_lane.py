@@ -402,7 +402,7 @@ def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool
     [
         ((alone(1, 30),), 30),
         ((alone(1, 30), alone(2, 9)), 9),  # it is not known which effect would come next without the one that ends
-        ((alone(1, 999),), launch_choice.PLAIN_STEP_INTERVAL),
+        ((alone(1, 999),), 999),
         ((alone(1, 30), chunk(2)), 1),
         ((alone(1, 30), alone(2, 30), chunk(3)), 1),
     ],

@@ -210,6 +210,28 @@ def test_plain_steps_that_are_settled_later_earn_what_each_of_them_would_have(se
     assert kept
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_plain_steps_teach_the_same_at_once_and_one_by_one(seed: int) -> None:
+    """`record_plain_steps` makes rates anew once for what `record_steps` does step by step."""
+    rng = random.Random(seed)
+    both = evolve(
+        CHEAP,
+        account=rng.choice((0, 4985, 4995, 5000, 7000)),
+        steps_until_trial=rng.choice((0, 1, 5, 90)),
+        copy_steps_until_trial=rng.choice((0, 2, 90)),
+    )
+    times = (TimedStep(0, 1, 0, 1234, 0),)
+    for reason in ("", "does_not_pay"):
+        for count in (0, 1, 3, 40):
+            plan = Plan((0,), reason=reason)
+            expected = copy_records.record_steps(both, plan, count)
+            assert copy_records.record_plain_steps(both, plan, count, both.decode) == expected
+            found = copy_records.record_plain_steps(both, plan, count, times)
+            assert found == evolve(expected, decode=times)
+    rested = evolve(CHEAP, account=5000)
+    assert copy_records.record_plain_steps(rested, Plan((0,)), 3, rested.decode) is rested
+
+
 @pytest.mark.parametrize(
     "done", [Decoded((1,), matched=4), Decoded((1,), rows=8), Decoded((1,), 3, accepted=0), Decoded((1, 2), steps=1)]
 )

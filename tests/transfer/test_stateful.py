@@ -84,7 +84,14 @@ class Caches(Proposer):
             trees.append(chain((request.state.tokens[-1], *coming[: min(request.most, request.depth)])))
         return trees
 
-    def follow(self, step: Step, aux: Mapping[int, torch.Tensor], kept: Sequence[Kept], states: list[SlotState]):
+    def follow(
+        self,
+        step: Step,
+        aux: Mapping[int, torch.Tensor],
+        kept: Sequence[Kept],
+        states: list[SlotState],
+        plain_steps: int = 0,
+    ):
         for segment, keep, state in zip(step.segments, kept, states, strict=True):
             stop = segment.start + (keep if isinstance(keep, int) else len(keep))
             if self.follows and stop > segment.start:

@@ -32,7 +32,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -40,7 +39,7 @@ from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
-from adapters.device.decode.next_steps import count_proposing_step, find_next_steps, has_copying
+from adapters.device.decode.next_steps import count_proposing_step, find_next_steps
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.decode.prompt_along import PlaceAlong, goes_along
@@ -62,7 +61,14 @@ from adapters.device.speculation.acceptance import (
 )
 from adapters.device.speculation.launched_proposals import feed_tokens
 from adapters.device.speculation.proposal_tree import rows_to_keep
-from adapters.device.speculation.proposer import NO_COPIES, DecodingSlot, Proposer, TextProposer, make_members
+from adapters.device.speculation.proposer import (
+    NO_COPIES,
+    DecodingSlot,
+    Proposer,
+    TextProposer,
+    follow_rows,
+    make_members,
+)
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
@@ -71,10 +77,6 @@ from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.prefill import PrefillAdvanced
-
-log = logging.getLogger("rekindle.device")
-
-NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
 
 
 @define(eq=False)
@@ -154,9 +156,8 @@ class DecodeRunner:
         self.row_watch.check_launch(self.slots, effect_requests)
         outcomes = self.step(effect_requests, may_copy=not batch.has_changed, more=True)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
-        following = find_next_steps(effect_requests, outcomes, self.slots, self.is_abandoned)
-        if any(map(has_copying, effect_requests)):
-            following = count_proposing_step(following, outcomes)
+        next_steps = find_next_steps(effect_requests, outcomes, self.slots, self.is_abandoned)
+        following = count_proposing_step(next_steps, outcomes)
         ends_together = None in following and self.proposer is not None
         if batch.serve_and_check_stop() or ends_together or self.overlapped.finds_expired_match(following, batch):
             following = [None] * len(effect_requests)
@@ -187,8 +188,8 @@ class DecodeRunner:
         if not taken.followed and self.proposer is not None:
             # One row: the draft proposed nothing, and where there is a draft no copies are taken natively.
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
-            self.follow(step, native.forward_of(step.bucket), (1,), (state,))
-        (matched,) = self.copies.find_matches([(effect.slot, state)])
+            self.follow(step, native.forward_of(step.bucket), (1,), (state,), 0 if effect.propose else effect.steps - 1)
+        (matched,) = self.copies.find_matches([(effect.slot, state)], is_asked=effect.copying is not None)
         took_ns = time.perf_counter_ns() - started_ns
         copied = taken.proposed if copies.chains else 0
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
@@ -213,7 +214,7 @@ class DecodeRunner:
             outcome = self._step_natively(self.native, effect_requests[0], may_copy=may_copy, more=more)
             if outcome is not None:
                 return (outcome,)
-        outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(effect_requests)
+        outcomes: list[Outcome] = [DeviceFailed("broken", "not carried out")] * len(effect_requests)
         taken: dict[int, tuple[int, DecodingSlot]] = {}  # by slot: index in `effect_requests`, effect and state
         for index, effect_request in enumerate(effect_requests):
             effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all of them are
@@ -246,7 +247,8 @@ class DecodeRunner:
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
-        matches = self.copies.find_matches([(member.slot, member.state) for member in members])
+        is_asked = any(one.effect.copying for _, one in taken.values())
+        matches = self.copies.find_matches([(member.slot, member.state) for member in members], is_asked=is_asked)
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
         counts = self.copies.count_copies(members, copies)
@@ -335,16 +337,9 @@ class DecodeRunner:
             self.follow(evolve(step, rows_only=True), verified.forward, kept, states)
             piece.state.mark_computed(piece.stop)
 
-    def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
-        """Give the draft what the target left of the rows that stay.
-
-        The target's state has moved by now, whether or not the draft finds the memory to follow it.
-        """
-        if self.proposer is None:
-            return
-        try:
-            self.proposer.follow(step, forward.aux_hidden_states, kept, states)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            log.warning("the draft missed a step and proposes nothing for this request: %s", error)
+    def follow(
+        self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState], plain_steps: int = 0
+    ) -> None:
+        """Give the draft, if there is one, what the target left of the rows that stay, as `follow_rows` does."""
+        if self.proposer is not None:
+            follow_rows(self.proposer, step, forward, kept, states, plain_steps=plain_steps)

@@ -78,7 +78,8 @@ def append_picks(
             member.has_ended = member not in continuing or one.token in member.state.stops
         else:
             member.has_ended = True
-    matches = copies.find_matches([(member.slot, member.state) for member, _ in answering])
+    is_asked = any(member.effect.copying is not None for member, _ in answering)
+    matches = copies.find_matches([(member.slot, member.state) for member, _ in answering], is_asked=is_asked)
     outcomes = list[tuple[RequestId, Outcome]]()
     for (member, one), matched in zip(answering, matches, strict=True):
         if not isinstance(one, TokenPick):

@@ -63,13 +63,8 @@ def limit_proposals(effect: RunDecode, steps: int) -> int:
     return effect.propose if effect.copying is None else min(effect.propose, steps - 1)
 
 
-def has_copying(effect_request: EffectRequest) -> bool:
-    """Is it a decode step of a launch that may copy text?"""
-    return isinstance(effect_request.effect, RunDecode) and effect_request.effect.copying is not None
-
-
 def count_proposing_step(
-    following: Sequence[EffectRequest | None], outcomes: Sequence[Outcome]
+    following: list[EffectRequest | None], outcomes: Sequence[Outcome]
 ) -> list[EffectRequest | None]:
     """Return the next steps after the steps that may still copy text are counted down (`Copying.steps`).
 
@@ -79,7 +74,7 @@ def count_proposing_step(
     following: the next step of each request, in the order of `outcomes`.
     """
     if not any(isinstance(outcome, Decoded) and outcome.proposed for outcome in outcomes):
-        return list(following)
+        return following
     return [None if one is None else with_fewer_proposing_steps(one) for one in following]
 
 

@@ -5,9 +5,13 @@ them is called to *follow* the target's rows. To follow after each step would co
 nothing is proposed. So the hidden states are copied to a backlog first, where the rows are *deferred*. When a slot
 wants proposals, the draft follows the deferred rows of all slots that want some in one forward.
 
-A backlog holds a bounded number of rows per slot. When it is full, the draft follows them at once. The exception is a
-batch that decodes together without proposals: there a forward of the draft would cost every request time, and bring
-none of them anything. Then the oldest rows are dropped, and the draft has a gap in its context.
+A backlog holds a bounded number of rows per slot. When it is full, the draft follows them at once. There are two
+exceptions, in which the oldest rows are dropped, and the draft has a gap in its context:
+
+* A batch decodes together without proposals. There a forward of the draft would cost every request time, and bring none
+  of them anything.
+* The launch goes on without proposals for as many steps as rows are dropped. That many plain steps lie only between two
+  trials of a draft that does not pay, and the next trial follows what is left.
 """
 
 from __future__ import annotations
@@ -66,14 +70,19 @@ class DraftContext(Proposer, Generic[D]):
         self.backlog = min(BACKLOG, max(self.buckets))
 
     def follow(
-        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self,
+        step: Step,
+        aux_hidden_states: Mapping[int, Tensor],
+        kept: Sequence[Kept],
+        states: Sequence[SlotState],
+        plain_steps: int = 0,
     ) -> None:
         """Defer the rows that stay, or follow them at once if proposals were rejected or if they are too many."""
         if self.draft.weights_state != "loaded" or not any(kept):
             return
         counts = [segment.count for segment in step.segments]
         if (step.rows_only or sum(counts) == len(kept)) and max(counts) <= self.backlog:
-            self._defer(step.segments, counts, aux_hidden_states, states)
+            self._defer(step.segments, counts, aux_hidden_states, states, plain_steps)
         else:
             shorter, staying = without_rejected_rows(step, kept, self.buckets)
             stay = select_rows(
@@ -87,6 +96,7 @@ class DraftContext(Proposer, Generic[D]):
         counts: Sequence[int],
         aux_hidden_states: Mapping[int, Tensor],
         states: Sequence[SlotState],
+        plain_steps: int,
     ) -> None:
         """Put rows of a prompt, and the rows of decode steps without proposals, into the backlogs of their slots."""
         stride = len(counts) if max(counts) == 1 else 1
@@ -98,7 +108,8 @@ class DraftContext(Proposer, Generic[D]):
         self._count()
         was_unproposed = self._decodes_unproposed
         self._decodes_unproposed = counts.count(1) > 1
-        drops_oldest = was_unproposed or self._decodes_unproposed
+        forgotten = self.backlog // FORGOTTEN
+        drops_oldest = was_unproposed or self._decodes_unproposed or plain_steps >= forgotten
         for segment, count, state in zip(segments, counts, states, strict=True):
             slot = segment.slot
             late = self._deferred.get(slot)
@@ -107,7 +118,7 @@ class DraftContext(Proposer, Generic[D]):
                 self._deferred[slot] = late
             elif self._deferred_counts[slot] + count > self.backlog:
                 if drops_oldest:
-                    self._forget(slot, max(count, self.backlog // FORGOTTEN))
+                    self._forget(slot, max(count, forgotten))
                 else:
                     self.catch_up(slot)
                     late = list[DeferredRows]()

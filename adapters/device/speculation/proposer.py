@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
@@ -20,9 +22,11 @@ from adapters.models.drafts.draft_parts import LaunchPicks
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interfaces.text_matching import NO_BRANCH, Branch
-from adapters.models.kernels.step import Step
+from adapters.models.kernels.step import Forward, Step
 from effects.decode import RunDecode
 from effects.ids import Tokens
+
+log = logging.getLogger("rekindle.device")
 
 
 class DraftModel(Protocol):
@@ -173,6 +177,10 @@ class TextProposer(Protocol):
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         ...
 
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Note that these states have the tokens of a step, where no match is asked for."""
+        ...
+
     def read_match(self, slot: int, state: SlotState) -> int:
         """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
         ...
@@ -198,12 +206,18 @@ class Proposer(Protocol):
         ...
 
     def follow(
-        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+        self,
+        step: Step,
+        aux_hidden_states: Mapping[int, Tensor],
+        kept: Sequence[Kept],
+        states: Sequence[SlotState],
+        plain_steps: int = 0,
     ) -> None:
         """Give the draft what the target's forward of `step` left of the rows that stay.
 
         kept: for each slot of the step, in order, which rows stay. states: their slots' states, which have the tokens
         of these rows already. aux_hidden_states: by layer; static buffers that the next forward overwrites.
+        plain_steps: further steps that the launch may take, in none of which the draft proposes; 0: it is not known.
         """
         ...
 
@@ -283,3 +297,24 @@ def make_members(
             StepMember(index, slot, state, tree if matching is None else prune_tree(tree, matching.count_allowed))
         )
     return members
+
+
+def follow_rows(
+    proposer: Proposer,
+    step: Step,
+    forward: Forward,
+    kept: Sequence[Kept],
+    states: Sequence[SlotState],
+    *,
+    plain_steps: int,
+) -> None:
+    """Give a draft what the target left of the rows that stay (`Proposer.follow`).
+
+    The target's state has moved by now, whether or not the draft finds the memory to follow it.
+    """
+    try:
+        proposer.follow(step, forward.aux_hidden_states, kept, states, plain_steps)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("the draft missed a step and proposes nothing for this request: %s", error)

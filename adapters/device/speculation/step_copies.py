@@ -34,9 +34,18 @@ class StepCopies:
     # Slots in which the last search found a match. Mostly there are none, and then no request is looked up.
     _matching: set[int] = field(init=False, factory=set[int])
 
-    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
-        """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]], *, is_asked: bool) -> Sequence[int]:
+        """Return `Decoded.matched` for slots whose states have the tokens of a step already.
+
+        is_asked: a member of the launch has a rule for copies. If none has, nothing is searched, because nothing can be
+        copied before the next launch. Then 0 is returned for every slot.
+        """
         if self.proposer is None:
+            return [0] * len(slots)
+        if not is_asked:
+            self.proposer.note_tokens(slots)
+            if self._matching:
+                self._matching.difference_update([slot for slot, _ in slots])
             return [0] * len(slots)
         found = self.proposer.find_matches(slots)
         if self._matching or any(found):

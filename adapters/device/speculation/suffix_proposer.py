@@ -66,17 +66,40 @@ class SuffixProposer:
         """The bytes of host memory that all texts take."""
         return sum(one.text.nbytes for one in self._texts.values()) + sum(one.nbytes for one in self._archives.values())
 
-    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Return for each slot how many tokens before the next one agree with an earlier position, at most 64.
 
         0 means that fewer than three do. A slot whose answer has just ended matches nothing.
         """
+        if len(slots) == 1:
+            (slot, state), *_ = slots
+            known = self._texts.get(slot)
+            tokens = state.tokens
+            if known is not None and known.state is state and len(tokens) == known.read + 1:
+                known.read += 1
+                found = self.matcher.match_next(known.text, tokens[-1], self._archives.get(state.salt))
+                return self._archive_ended(slots, [found])
         texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
         self.matcher.match(texts)
-        found = [own.matched for own, _ in texts]
+        return self._archive_ended(slots, [own.matched for own, _ in texts])
+
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Note that these states have the tokens of a step, where no match is asked for.
+
+        Nothing is indexed or searched. An answer that has ended is archived.
+        """
+        for slot, state in slots:
+            known = self._texts.get(slot)
+            if known is None or known.state is not state:
+                self._begin_text(slot, state)
+        self._archive_ended(slots, [])
+
+    def _archive_ended(self, slots: Sequence[tuple[int, SlotState]], found: list[int]) -> list[int]:
+        """Archive the answers of these slots that have just ended. Return the matches, which are 0 for those."""
         for index, (slot, state) in enumerate(slots):
             if state.tokens[-1] in state.stops:
-                found[index] = 0
+                if found:
+                    found[index] = 0
                 self._archive_answer(self._texts[slot])
         return found
 
@@ -98,18 +121,23 @@ class SuffixProposer:
         known = self._texts.get(slot)
         return 0 if known is None else known.text.on_branch
 
+    def _begin_text(self, slot: int, state: SlotState) -> SlotText:
+        """Begin the text of another request in the slot, without any token yet. The answer before it is archived."""
+        known = self._texts.get(slot)
+        if known is not None:
+            self._archive_answer(known)
+        count = len(state.tokens)
+        begun = SlotText(state, self.matcher.make_text(), count - 1, max(0, count - MOST_TEXT))
+        self._texts[slot] = begun
+        return begun
+
     def _read_text(self, slot: int, state: SlotState) -> IndexedText:
         """Return the slot's text with all tokens of its request."""
         known = self._texts.get(slot)
         tokens = state.tokens
         if known is None or known.state is not state:
-            if known is not None:
-                self._archive_answer(known)
-            text = self.matcher.make_text()
-            text.append(tokens[-MOST_TEXT:])
-            known = SlotText(state, text, len(tokens) - 1, len(tokens))
-            self._texts[slot] = known
-        elif len(tokens) > known.read:
+            known = self._begin_text(slot, state)
+        if len(tokens) > known.read:
             known.text.append(tokens[known.read :])
             known.read = len(tokens)
         return known.text

@@ -34,18 +34,15 @@ from states.copy_branches import count_branch_tokens
 from states.rates import FIRST_SPAN, DecodeTimes, Rates, TimedStep
 
 BUDGET_NS = 1_600_000_000  # for all decode steps; with a slow model each is measured once
-# Times still fall if one is smaller than before by more than this part of it.
-STEADY = 8
+STEADY = 8  # times still fall if one is smaller than before by more than this part of it
 PASSES = 4
 IN_A_ROW = 4  # steps of one width that follow each other in one launch
 STRIDE = 7919  # distance between the token ids that are used
 CONTEXT = 64  # rows before a measured decode step
 VERSION = 6  # of the kept rates
 MOST_NS = 10**11
-# Attempts to confirm the kept rates: something may have disturbed the first one.
-TRIES = 2
-# Measured times may differ from kept ones by this factor. Beyond it other programs use the machine, and they would
-# disturb a complete measurement too.
+TRIES = 2  # attempts to confirm the kept rates: something may have disturbed the first one
+# Measured times may differ from kept ones by this factor. Beyond it, other programs would disturb a full measurement.
 BUSY = 4
 # Chunks are measured at 0 and at this position. Beyond it, time is assumed to grow as it does between the two.
 FAR = {"cpu": 2048, "cuda": 16384}
@@ -77,6 +74,9 @@ class UnsearchedText:
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
         return [self.read_match(slot, state) for slot, state in slots]
+
+    def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Nothing is kept of a text."""
 
     def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
         return MATCH_CLASSES[-1]

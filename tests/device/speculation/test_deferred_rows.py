@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.deferred_rows import DeferredBatch
-from adapters.device.speculation.draft_context import DraftContext
+from adapters.device.speculation.draft_context import FORGOTTEN, DraftContext
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Segment, Step
 from effects.ids import RequestId
@@ -53,7 +53,7 @@ class Target:
     context: DraftContext[Any] = field(factory=lambda: DraftContext(cast("Any", ReadingDraft()), BUCKETS))
     slots: list[SlotState] = field(factory=lambda: [a_state(request) for request in range(SLOTS)])
 
-    def step(self, *counts: tuple[int, int], proposed: int = 0) -> None:
+    def step(self, *counts: tuple[int, int], proposed: int = 0, plain_steps: int = 0) -> None:
         """Compute this many rows of these slots. proposed: rows of the first slot that are taken back."""
         (slot, count), *others = counts
         rows = ((slot, count + proposed), *others)
@@ -63,14 +63,14 @@ class Target:
         states = [self.slots[slot] for slot, _ in counts]
         for state, stays in zip(states, kept, strict=True):
             state.valid += cast("int", stays)
-        self.context.follow(step, name_rows(segments, step.bucket), kept, states)
+        self.context.follow(step, name_rows(segments, step.bucket), kept, states, plain_steps)
 
-    def step_fused(self, slot: int) -> None:
+    def step_fused(self, slot: int, plain_steps: int = 0) -> None:
         """Compute a row in a step that puts its hidden states into the backlog itself, if it may."""
         state = self.slots[slot]
         place = self.context.find_next_row(slot, state)
         if place is None:
-            self.step((slot, 1))
+            self.step((slot, 1), plain_steps=plain_steps)
             return
         for layer, states in name_rows([Segment(slot, state.valid, 1)], 1).items():
             place.rows.aux_hidden_states[layer][place.rows.first + place.rows.count] = states[0]
@@ -104,7 +104,7 @@ def do_anything(target: Target, rng: random.Random) -> None:
                 target.step(*[(slot, 1) for slot in slots])
         case 2:
             for _ in range(times):
-                target.step_fused(slots[0])
+                target.step_fused(slots[0], rng.choice((0, 0, 300)))
         case 3:
             target.step(*[(slot, 1) for slot in slots[1:]], (slots[0], rng.randint(1, 8)))
         case 4:
@@ -126,6 +126,24 @@ def test_every_row_is_followed_with_its_own_hidden_states(seed: int) -> None:
                 target.reopen(slot)
     target.catch_up(*range(SLOTS))
     assert target.context.draft.extended
+
+
+@pytest.mark.timeout(60)
+def test_a_draft_follows_nothing_while_many_plain_steps_lie_ahead() -> None:
+    target = Target()
+    backlog = target.context.backlog
+    forgotten = backlog // FORGOTTEN
+    for left in range(3 * backlog, 0, -1):
+        target.step_fused(0, left)
+    assert not target.context.draft.extended
+    for _ in range(forgotten + 1):
+        target.step_fused(0, forgotten - 1)
+    assert len(target.context.draft.extended) == 1, "a full backlog is followed where a proposal may come soon"
+    target.reopen(1)
+    for left in range(3 * backlog, forgotten, -1):
+        target.step_fused(1, left)
+    target.catch_up(1)
+    assert len(target.context.draft.extended) == 2, "what is left of the backlog takes one forward"
 
 
 @pytest.mark.timeout(60)

@@ -74,7 +74,7 @@ class Oracle(Proposer):
                 right[len(grown)] = right[parent] + 1
         return to_depth_first(request.state.tokens[-1], grown)
 
-    def follow(self, step, aux_hidden_states, kept, states):
+    def follow(self, step, aux_hidden_states, kept, states, plain_steps=0):
         """It knows everything already."""
 
     def catch_up(self, slot):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -166,6 +167,43 @@ def test_a_match_counts_for_the_text_that_it_was_found_in_only():
     assert proposer.read_match(0, state) == 0
 
 
+@pytest.mark.parametrize("archived", [False, True])
+def test_one_more_token_gives_what_a_search_of_the_whole_text_gives(archived):
+    """Texts of three kinds of tokens have matches everywhere, and some of them go on in the archive."""
+    draw = random.Random(7)
+    own = [draw.randrange(3) for _ in range(2100)]  # so many that the text grows, and is indexed in a long call
+    archive = matcher().make_text()
+    archive.append([draw.randrange(3) for _ in range(1500)])
+    searched = archive if archived else None
+    step_by_step = matcher().make_text()
+    for count, token in enumerate(own, 1):
+        matched = matcher().match_next(step_by_step, token, searched)
+        assert matched == step_by_step.matched
+        if count % 50:
+            continue
+        at_once = matcher().make_text()
+        at_once.append(own[:count])
+        matcher().match([(at_once, searched)])
+        assert (matched, step_by_step.copy(31)) == (at_once.matched, at_once.copy(31))
+
+
+def test_tokens_of_launches_that_copy_nothing_are_searched_and_archived_later():
+    proposer = SuffixProposer(matcher())
+    first = a_state([1, 2, 3], stops=frozenset({0}))
+    copies = StepCopies(proposer, 999)
+    for token in [*range(100, 140), 0]:
+        first.tokens.append(token)
+        assert copies.find_matches([(0, first)], is_asked=False) == [0]
+    later = a_state([9, *range(110, 115)], 2)
+    assert copies.find_matches([(0, later)], is_asked=False) == [0], "there is a match, but nobody asks for it"
+    assert copies.choose([a_member(0, later, a_rule(4))]).chains == {}
+    later.tokens += [115, 116]
+    assert copies.find_matches([(0, later)], is_asked=True) == [7]
+    assert copies.choose([a_member(0, later, a_rule(4))]).chains == {0: (117, 118, 119, 120)}
+    assert copies.find_matches([(0, later)], is_asked=False) == [0]
+    assert copies.choose([a_member(0, later, a_rule(4))]).chains == {}, "the match is an old one now"
+
+
 # --- what a step copies ---
 
 
@@ -182,7 +220,7 @@ def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps
     copies = StepCopies(SuffixProposer(matcher()), capacity)
     text = [*range(1, 40), 5, 6, 7, 8, 9]
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
-    copies.find_matches(list(enumerate(states)))
+    copies.find_matches(list(enumerate(states)), is_asked=True)
     found = copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
     assert not found.branches
     return found.chains
@@ -208,14 +246,14 @@ def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch
     monkeypatch.setattr(
         SuffixProposer, "read_match", lambda proposer, slot, state: asked.append(slot) or read(proposer, slot, state)
     )
-    assert copies.find_matches(list(enumerate(states))) == [0, 0]
+    assert copies.find_matches(list(enumerate(states)), is_asked=True) == [0, 0]
     assert (copies.choose(members).chains, [copies.find_class(*one) for one in members], asked) == ({}, [-1, -1], [])
     states[1].tokens += range(105, 109)
-    assert copies.find_matches([(1, states[1])]) == [4]
+    assert copies.find_matches([(1, states[1])], is_asked=True) == [4]
     members[1] = a_member(1, states[1], a_rule(9))
     assert (copies.choose(members).chains, asked) == ({1: tuple(range(109, 118))}, [1])
     states[1].tokens.append(7000)
-    assert copies.find_matches(list(enumerate(states))) == [0, 0]
+    assert copies.find_matches(list(enumerate(states)), is_asked=True) == [0, 0]
     assert (copies.choose(members).chains, asked) == ({}, [1])
 
 
@@ -347,6 +385,9 @@ class Script(TextProposer):
     def find_matches(self, slots):
         self.lengths |= {slot: len(state.tokens) for slot, state in slots}
         return [self.read_match(slot, state) for slot, state in slots]
+
+    def note_tokens(self, slots):
+        self.find_matches(slots)
 
     def read_match(self, slot, state):
         return 40 * ((slot, len(state.tokens)) in self.at)

@@ -25,13 +25,17 @@ _SWITCHED = {"on": True, "off": False}
 
 @frozen(eq=False)
 class NativeLibrary:
-    """The loaded library. code: its functions.
+    """The loaded library. code: its functions. brief: the same, for calls of a few microseconds.
+
+    A call of `brief` keeps the interpreter. A call of `code` lets go of it, and to get it back may take longer than a
+    brief call itself.
 
     level: the best instructions that this processor has: 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with
     FMA, 0 none of these. serving: the level whose products are quickest here. All levels give the same bits.
     """
 
     code: ctypes.CDLL
+    brief: ctypes.PyDLL
     level: int
     serving: int
 
@@ -143,12 +147,14 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
-    code.rekindle_match_texts.argtypes = [pointer, size]
-    code.rekindle_match_texts.restype = None
-    code.rekindle_find_branch.argtypes = [pointer, size]
-    code.rekindle_find_branch.restype = None
+    brief = ctypes.PyDLL(str(folder / FILE))
+    for calls in (code, brief):
+        calls.rekindle_match_texts.argtypes = [pointer, size]
+        calls.rekindle_match_texts.restype = None
+        calls.rekindle_find_branch.argtypes = [pointer, size]
+        calls.rekindle_find_branch.restype = None
     level = code.rekindle_level()
-    return NativeLibrary(code, level, choose_level(code, level)), ""
+    return NativeLibrary(code, brief, level, choose_level(code, level)), ""
 
 
 def choose_level(code: ctypes.CDLL, level: int) -> int:

@@ -22,6 +22,7 @@ from effects.ids import Tokens
 
 FIRST_ROOM = 1024  # tokens that a new text has room for
 MOST_COMPARED = 32  # places of a text and of an archive (texts.h)
+LONG_INDEX = 1024  # new tokens that are indexed without the interpreter, because that takes 40 microseconds or more
 # By the number of tokens to read: slices of ctypes take twice as long, since they make one number after the other.
 READ_TOKENS = tuple(Struct(f"{count}i").unpack_from for count in range(MOST_COPIED + 1))
 
@@ -62,16 +63,18 @@ class NativeText:
     """Implements `IndexedText`. Its index takes 8 to 16 bytes a token besides the 4 of the token.
 
     matched: as in `IndexedText`. searched: the archive that was searched last. What was found refers to its memory, so
-    it has to live as long.
+    it has to live as long. is_long: the next search indexes LONG_INDEX tokens or more.
     """
 
     compiled: NativeLibrary
     matched: int = field(init=False, default=0)
-    searched: IndexedText | None = field(init=False, default=None)
+    searched: NativeText | None = field(init=False, default=None)
+    is_long: bool = field(init=False, default=False)
     described: TextOf = field(init=False, factory=TextOf)
     found: MatchOf = field(init=False, factory=MatchOf)
     address: int = field(init=False)  # of `described`
     match_address: int = field(init=False)  # of `found`
+    alone: ctypes.Array[ctypes.c_void_p] = field(init=False)  # that address, as the only one of a search
     _tokens: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
     _earlier: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
     _newest: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
@@ -82,6 +85,7 @@ class NativeText:
         self.address = ctypes.addressof(self.described)
         self.match_address = ctypes.addressof(self.found)
         self.found.own = self.address
+        self.alone = (ctypes.c_void_p * 1)(self.match_address)
 
     def __len__(self) -> int:
         return self._count
@@ -100,7 +104,7 @@ class NativeText:
     def find_branch(self, chain: int, count: int) -> Branch:
         if count <= 0 or not self.matched:
             return NO_BRANCH
-        self.compiled.code.rekindle_find_branch(self.match_address, chain)
+        self.compiled.brief.rekindle_find_branch(self.match_address, chain)
         tokens = tuple(self.found.branch[: min(count, self.found.branch_length)])
         self.found.branch_asked = len(tokens)
         return Branch(self.found.fork, tokens)
@@ -118,6 +122,7 @@ class NativeText:
             self._tokens[first] = tokens[0]
         else:
             self._tokens[first:count] = tokens
+            self.is_long = self.is_long or len(tokens) >= LONG_INDEX
         self._count = count
         self.described.count = count
 
@@ -138,6 +143,7 @@ class NativeText:
         described.earlier = self._earlier.ctypes.data
         described.newest = self._newest.ctypes.data
         described.indexed = 0
+        self.is_long = self._count >= LONG_INDEX
         described.bits = room.bit_length() - 1
 
 
@@ -154,6 +160,7 @@ class NativeTextMatcher:
         addresses = (ctypes.c_void_p * len(texts))()
         searched = list[NativeText]()
         searched_before = list[IndexedText | None]()  # the call still reads these, so they have to live until it ends
+        is_long = False
         for index, (own, archive) in enumerate(texts):
             assert isinstance(own, NativeText)
             if archive is not own.searched:
@@ -161,8 +168,24 @@ class NativeTextMatcher:
                 searched_before.append(own.searched)
                 own.searched = archive
                 own.found.archive = None if archive is None else archive.address
+            is_long = is_long or own.is_long or (own.searched is not None and own.searched.is_long)
             addresses[index] = own.match_address
             searched.append(own)
-        self.compiled.code.rekindle_match_texts(addresses, len(texts))
+        (self.compiled.code if is_long else self.compiled.brief).rekindle_match_texts(addresses, len(texts))
         for text in searched:
             text.matched = text.found.matched
+        if is_long:
+            for text in searched:
+                text.is_long = False
+                if text.searched is not None:
+                    text.searched.is_long = False
+
+    def match_next(self, own: IndexedText, token: int, archive: IndexedText | None) -> int:
+        assert isinstance(own, NativeText)
+        own.append((token,))
+        if archive is not own.searched or own.is_long or (own.searched is not None and own.searched.is_long):
+            self.match([(own, archive)])
+            return own.matched
+        self.compiled.brief.rekindle_match_texts(own.alone, 1)
+        own.matched = own.found.matched
+        return own.matched
