@@ -39,6 +39,11 @@ def attend_chain():
 
 
 @pytest.fixture(scope="module")
+def attend_pairs():
+    return load_kernels(f"{HOPPER}.hopper_pairs").attend_pairs_ahead
+
+
+@pytest.fixture(scope="module")
 def splits():
     return load_kernels(f"{HOPPER}.hopper_attention")
 
@@ -151,7 +156,7 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head, group, pages, seed):
+def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_pairs, head, group, pages, seed):
     """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
@@ -176,10 +181,11 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head,
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
-        Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
-        HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
-        V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
+        attend_pairs, (len(tiles) * parts * kv,), seed, Pointer(q),
+        Descriptor(k_cache, (2 * TILE, head)), Descriptor(v_cache, (TILE, head)), Pointer(tiles),
+        Pointer(out), Pointer(table), capacity, len(tiles), scale, HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts,
+        SPLIT=SPLIT, K_STAGES=2 + seed, V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0,
+        num_warps=4 if consumers == 2 else 8, CONSUMERS=consumers,
     )  # fmt: skip
     row = 0
     for slot, (start, count) in enumerate(spans):

@@ -82,7 +82,7 @@ def _halve(scores, LAYOUT: gl.constexpr):
     """Return the scores of the first tile of a pair, and of the second."""
     M: gl.constexpr = scores.shape[0]
     N: gl.constexpr = scores.shape[1] // 2
-    first, second = scores.reshape([M, 2, N]).permute((0, 2, 1)).split()
+    first, second = gl.split(scores.reshape([M, 2, N]).permute((0, 2, 1)))
     return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
 
 
@@ -93,14 +93,14 @@ def _fade(acc, fade):
 
 
 @gluon.jit
-def _see_values(v_ring, v_come, number, last, MASKED: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for a tile of values. MASKED: rows behind `last` become zeros."""
+def _see_values(v_ring, v_come, number, last, MASKED: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+    """Wait for a tile of values. MASKED: rows behind `last` become zeros. WARPS: of a consumer."""
     BLOCK_N: gl.constexpr = v_ring.shape[1]
     at = number % STAGES
     mbarrier.wait(v_come.index(at), number // STAGES & 1)
     if MASKED:
         if (number + 1) * BLOCK_N > last + 1:
-            _forget(v_ring.index(at), last - number * BLOCK_N, 4)
+            _forget(v_ring.index(at), last - number * BLOCK_N, WARPS)
 
 
 @gluon.jit
@@ -120,6 +120,7 @@ def _add_pair(
     OF_SPLIT: gl.constexpr,
     MASKED: gl.constexpr,
     V_STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Add the first tile of a pair, and begin to add the second one."""
     _k_come, _k_free, v_come, v_free = bars
@@ -137,12 +138,12 @@ def _add_pair(
         all_acc, all_peak, all_total = _fold(all_acc, acc, sums[0], sums[1], all_peak, all_total)
     else:
         acc = _fade(acc, fade)
-    _see_values(v_ring, v_come, number, last, MASKED, V_STAGES)
+    _see_values(v_ring, v_come, number, last, MASKED, V_STAGES, WARPS)
     at = number % V_STAGES
     adding = warpgroup_mma(p, v_ring.index(at), acc, use_acc=pair % OF_SPLIT > 0, is_async=True)
     weights, fade, peak, total = _weigh_scores(second, MASKED, (number + 1) * BLOCK_N, position, peak, total, scale)
     coming = gl.convert_layout(weights.to(dtype), WEIGHTS)
-    _see_values(v_ring, v_come, number + 1, last, MASKED, V_STAGES)
+    _see_values(v_ring, v_come, number + 1, last, MASKED, V_STAGES, WARPS)
     acc, p, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p, coming))
     mbarrier.arrive(v_free.index(at), count=1)
     acc = _fade(acc, fade)
@@ -171,6 +172,7 @@ def _walk_pairs(
     MASKED: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Add the pairs from `low` to `high`, and multiply the keys of the pair after each.
 
@@ -182,7 +184,7 @@ def _walk_pairs(
     for pair in range(low, high):
         p, adding, sums, folded = _add_pair(
             pair, scores, acc, sums, folded, v_ring, bars, position, last, scale, SCORES, WEIGHTS, OF_SPLIT, MASKED,
-            V_STAGES,
+            V_STAGES, WARPS,
         )  # fmt: skip
         begun = _multiply_pair(q, k_ring, k_come, pair + 1, nothing, K_STAGES)
         scores, acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(begun, adding, p))
@@ -208,16 +210,20 @@ def _consume_pairs(
     SPLIT: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr,
 ):
-    """Compute consumer NUMBER's part of a tile. tile_rows: as in `hopper_chain`, but pairs of tiles of keys."""
+    """Compute consumer NUMBER's part of a tile. tile_rows: as in `hopper_chain`, but pairs of tiles of keys.
+
+    COLUMNS: as there.
+    """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = v_ring.shape[1]
     HEAD: gl.constexpr = v_ring.shape[2]
     OF_SPLIT: gl.constexpr = SPLIT // (2 * BLOCK_N)
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OF_PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * COLUMNS, 1], [16, BLOCK_N, 16])
+    OF_PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * COLUMNS, 1], [16, 2 * BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4 * COLUMNS, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     row0, count, first, begins, last, pairs = tile_rows
     begins += NUMBER * BLOCK_M
@@ -247,15 +253,15 @@ def _consume_pairs(
         clear = gl.minimum(gl.maximum((begin + 1) // (2 * BLOCK_N), 0), end)  # pairs that no row's end is in
         scores, acc, sums, folded = _walk_pairs(
             0, clear, scores, acc, sums, folded, q, k_ring, v_ring, bars, position, last, scale, SCORES, WEIGHTS,
-            OF_SPLIT, False, K_STAGES, V_STAGES,
+            OF_SPLIT, False, K_STAGES, V_STAGES, 4 * COLUMNS,
         )  # fmt: skip
         scores, acc, sums, folded = _walk_pairs(
             clear, end, scores, acc, sums, folded, q, k_ring, v_ring, bars, position, last, scale, SCORES, WEIGHTS,
-            OF_SPLIT, True, K_STAGES, V_STAGES,
+            OF_SPLIT, True, K_STAGES, V_STAGES, 4 * COLUMNS,
         )  # fmt: skip
         p, adding, sums, folded = _add_pair(
             end, scores, acc, sums, folded, v_ring, bars, position, last, scale, SCORES, WEIGHTS, OF_SPLIT, True,
-            V_STAGES,
+            V_STAGES, 4 * COLUMNS,
         )  # fmt: skip
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
         all_acc, _peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
@@ -285,6 +291,7 @@ def attend_pairs_ahead(
     GROUP: gl.constexpr,
     PARTS: gl.constexpr,
     SPLIT: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -294,15 +301,16 @@ def attend_pairs_ahead(
 ):
     """Do the same as `attention.attend_chain`, for plain attention of rows that are not coded.
 
-    A program computes 128 heads, and PARTS programs the heads of a tile, as in `hopper_chain`. A block of k_desc has
+    A program computes CONSUMERS * 64 heads, and PARTS programs the heads of a tile, as in `hopper_chain`. A block of k_desc has
     the keys of two tiles, and one of v_desc the values of one.
     """
     BLOCK_N: gl.constexpr = v_desc.block_type.shape[0]
     HEAD: gl.constexpr = v_desc.block_type.shape[1]
-    OF_PART: gl.constexpr = 2 * BLOCK_M
+    OF_PART: gl.constexpr = CONSUMERS * BLOCK_M
+    COLUMNS: gl.constexpr = num_warps // 4
     gl.static_assert(PAGE % (2 * BLOCK_N) == 0)
     gl.static_assert(SPLIT % (2 * BLOCK_N) == 0)
-    gl.static_assert(num_warps == 4)
+    gl.static_assert(CONSUMERS == 1 or num_warps == 4)
     if PDL:
         gdc_launch_dependents()
     tile = tile_limit - 1 - gl.program_id(0) // (KV * PARTS)
@@ -316,12 +324,12 @@ def attend_pairs_ahead(
     pairs = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, 2 * BLOCK_N), 1), 0)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 2 * BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
-    queries = gl.allocate_shared_memory(k_desc.dtype, [2, BLOCK_M, HEAD], k_desc.layout)
+    queries = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, BLOCK_M, HEAD], k_desc.layout)
     bars = (
         make_barriers(K_STAGES, 1),
-        make_barriers(K_STAGES, 2),
+        make_barriers(K_STAGES, CONSUMERS),
         make_barriers(V_STAGES, 1),
-        make_barriers(V_STAGES, 2),
+        make_barriers(V_STAGES, CONSUMERS),
     )
     if PDL:
         gdc_wait()
@@ -329,29 +337,50 @@ def attend_pairs_ahead(
     base = (slot * KV + kv_head) * capacity
     pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
-    gl.warp_specialize(
-        [
-            (
-                _consume_pairs,
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP, SPLIT,
-                    K_STAGES, V_STAGES,
+                    _consume_pairs,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP, SPLIT,
+                        K_STAGES, V_STAGES, COLUMNS,
+                    ),
                 ),
-            ),
-            (
-                _consume_pairs,
                 (
-                    q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP, SPLIT,
-                    K_STAGES, V_STAGES,
+                    _consume_pairs,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP, SPLIT,
+                        K_STAGES, V_STAGES, COLUMNS,
+                    ),
                 ),
-            ),
-            (
-                _fill_pairs,
                 (
-                    k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, pairs, KV, PAGE, K_STAGES, V_STAGES,
+                    _fill_pairs,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, pairs, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume_pairs,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP, SPLIT,
+                        K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _fill_pairs,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, pairs, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
