@@ -93,12 +93,12 @@ def _fade(acc, fade):
 
 
 @gluon.jit
-def _see_values(v_ring, v_come, number, last, MASKED: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
-    """Wait for a tile of values. MASKED: rows behind `last` become zeros. WARPS: of a consumer."""
+def _see_values(v_ring, v_come, number, last, ENDS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+    """Wait for a tile of values. ENDS: its rows behind `last` become zeros. WARPS: of a consumer."""
     BLOCK_N: gl.constexpr = v_ring.shape[1]
     at = number % STAGES
     mbarrier.wait(v_come.index(at), number // STAGES & 1)
-    if MASKED:
+    if ENDS:
         if (number + 1) * BLOCK_N > last + 1:
             _forget(v_ring.index(at), last - number * BLOCK_N, WARPS)
 
@@ -119,10 +119,14 @@ def _add_pair(
     WEIGHTS: gl.constexpr,
     OF_SPLIT: gl.constexpr,
     MASKED: gl.constexpr,
+    ENDS: gl.constexpr,
     V_STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Add the first tile of a pair, and begin to add the second one."""
+    """Add the first tile of a pair, and begin to add the second one.
+
+    MASKED: rows do not see all keys. ENDS: `last` is in this pair.
+    """
     _k_come, _k_free, v_come, v_free = bars
     BLOCK_N: gl.constexpr = v_ring.shape[1]
     dtype: gl.constexpr = v_ring.dtype
@@ -138,12 +142,12 @@ def _add_pair(
         all_acc, all_peak, all_total = _fold(all_acc, acc, sums[0], sums[1], all_peak, all_total)
     else:
         acc = _fade(acc, fade)
-    _see_values(v_ring, v_come, number, last, MASKED, V_STAGES, WARPS)
+    _see_values(v_ring, v_come, number, last, ENDS, V_STAGES, WARPS)
     at = number % V_STAGES
     adding = warpgroup_mma(p, v_ring.index(at), acc, use_acc=pair % OF_SPLIT > 0, is_async=True)
     weights, fade, peak, total = _weigh_scores(second, MASKED, (number + 1) * BLOCK_N, position, peak, total, scale)
     coming = gl.convert_layout(weights.to(dtype), WEIGHTS)
-    _see_values(v_ring, v_come, number + 1, last, MASKED, V_STAGES, WARPS)
+    _see_values(v_ring, v_come, number + 1, last, ENDS, V_STAGES, WARPS)
     acc, p, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p, coming))
     mbarrier.arrive(v_free.index(at), count=1)
     acc = _fade(acc, fade)
@@ -184,7 +188,7 @@ def _walk_pairs(
     for pair in range(low, high):
         p, adding, sums, folded = _add_pair(
             pair, scores, acc, sums, folded, v_ring, bars, position, last, scale, SCORES, WEIGHTS, OF_SPLIT, MASKED,
-            V_STAGES, WARPS,
+            False, V_STAGES, WARPS,
         )  # fmt: skip
         begun = _multiply_pair(q, k_ring, k_come, pair + 1, nothing, K_STAGES)
         scores, acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(begun, adding, p))
@@ -261,7 +265,7 @@ def _consume_pairs(
         )  # fmt: skip
         p, adding, sums, folded = _add_pair(
             end, scores, acc, sums, folded, v_ring, bars, position, last, scale, SCORES, WEIGHTS, OF_SPLIT, True,
-            V_STAGES, 4 * COLUMNS,
+            True, V_STAGES, 4 * COLUMNS,
         )  # fmt: skip
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
         all_acc, _peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
