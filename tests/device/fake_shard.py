@@ -98,7 +98,7 @@ class FakeShard:
     garbage: int = 1
     unsettled: Step | None = None
     written: Tensor = field(init=False)
-    aside: dict[int, tuple[int, int]] = field(factory=dict)  # of a slot the last row that a commit left out: it may stay
+    aside: dict[int, tuple[int, int]] = field(factory=dict)  # by slot a last row that a commit left out: it may stay
 
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.spec.slots, self.spec.capacity))
