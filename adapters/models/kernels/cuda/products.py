@@ -21,9 +21,6 @@ from adapters.models.kernels.triton.hopper import hopper_pieces
 from adapters.models.kernels.triton.hopper import hopper_products as hopper
 from adapters.models.kernels.triton_launch import launch
 
-FEW_ROWS = 1024  # rows of x that stay in L2 together with what they are multiplied with, whatever the order of tiles
-GROUPED_ROWS = 2048  # rows of x whose tiles come together where there are more: 16 MiB of 4,096 columns
-
 
 @define
 class CudaProducts:
@@ -73,8 +70,7 @@ class CudaProducts:
             grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
             launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
-            group = GROUPED_ROWS // tile.rows if count > FEW_ROWS else 8 if gated else 4
-            options |= {"GROUP": group, "IN_PIECES": piece > 0}
+            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0}
             grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
             launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
 
