@@ -34,13 +34,10 @@ HOPPER = "adapters.models.kernels.triton.hopper"
 
 
 @pytest.fixture(scope="module")
-def attend_chain():
-    return load_kernels(f"{HOPPER}.hopper_chain").attend_chain_ahead
-
-
-@pytest.fixture(scope="module")
-def attend_pairs():
-    return load_kernels(f"{HOPPER}.hopper_pairs").attend_pairs_ahead
+def chains():
+    """The kernels for heads of 256, and for smaller ones."""
+    chain, pairs = (load_kernels(f"{HOPPER}.{module}") for module in ("hopper_chain", "hopper_pairs"))
+    return chain.attend_chain_ahead, pairs.attend_pairs_ahead
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +153,7 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, attend_pairs, head, group, pages, seed):
+def test_attention_has_the_bits_of_tiles_and_splits_in_order(chains, head, group, pages, seed):
     """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
@@ -181,10 +178,10 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, atten
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     if consumers == 2:
-        kernel, keys_of_block = attend_pairs, 2 * TILE
+        kernel, keys_of_block = chains[1], 2 * TILE
         options = {"STAGES": 2 + seed, "REGISTERS": 240, "num_warps": 4}
     else:
-        kernel, keys_of_block = attend_chain, TILE
+        kernel, keys_of_block = chains[0], TILE
         options = {"K_STAGES": 2 + seed, "V_STAGES": 4 - 2 * seed, "num_warps": 8}
     launch(
         kernel, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (keys_of_block, head)),

@@ -5,9 +5,9 @@ The arithmetic is that of `attention`: tiles of keys in order, and splits folded
 what, and when. One warp looks up pages and brings keys and values to rings of shared memory, by bulk copies that run
 ahead. Eight other warps, the consumer, compute 64 rows of queries.
 
-The consumer keeps the tensor cores busy while it computes weights. Step n begins the product of the queries and the keys
-of tile n + 1. Meanwhile it folds the split that has ended, or fades the sums of the one that goes on. Then it begins
-to add the values of tile n. It computes the weights of tile n + 1 while these are added.
+The consumer keeps the tensor cores busy while it computes weights. Step n begins the product of the queries and the
+keys of tile n + 1. Meanwhile it folds the split that has ended, or fades the sums of the one that goes on. Then it
+begins to add the values of tile n. It computes the weights of tile n + 1 while these are added.
 
 The assembler moves arithmetic across the wait for a product as it likes, but not across a loop. So a step waits for
 the values of tile n + 1, which is a loop, between its weights and the end of its products. A branch around the mask
