@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from attrs import define
 
 from adapters.device.decode.last_row import is_row_cheap
+from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import GPU_BUCKETS
 from adapters.sequence_layout import TensorSpec
 from effects.all import Launch
@@ -18,6 +21,7 @@ from tests.device.driver import (
     drive,
     let_run_ahead,
     prompt_of,
+    qwen3,
     straightforward,
 )
 from tests.device.fake_shard import FakeShard, NoStates
@@ -102,6 +106,30 @@ async def test_only_a_step_with_a_forward_has_a_time(driver: Driver, shard):
         [outcome] = await driver.executor.perform(Launch((client.round(),)))
         client.take(outcome)
     assert [outcome.ns > 0 for outcome in client.done] == [False, True]
+
+
+MODELS = [qwen3, pytest.param(partial(qwen3, device="cuda"), marks=pytest.mark.cuda)]
+
+
+@pytest.mark.parametrize("shard", MODELS, indirect=True)
+@pytest.mark.parametrize("sampling", [GREEDY, PENALISED], ids=["greedy", "penalised"])
+async def test_a_model_answers_as_with_a_forward_for_each_token(driver: Driver, shard, sampling, monkeypatch):
+    prompt = prompt_of(6, CHUNK + 9)
+    expected = straightforward(shard, prompt, sampling, 5)
+    counts, forward = list[int](), DenseShard.forward
+
+    def count_rows(self, step, inputs):
+        counts.append(step.rows)
+        return forward(self, step, inputs)
+
+    monkeypatch.setattr(DenseShard, "forward", count_rows)
+    client = await driver.open(prompt, sampling)
+    await client.prefill()
+    for _ in range(5):
+        await driver.decode(client)
+    assert client.answer == expected
+    # Decode steps on a CPU are the library's.
+    assert counts == [CHUNK, 9, *[1] * (4 if shard.spec.device.type == "cuda" else 0)]
 
 
 @pytest.mark.parametrize(

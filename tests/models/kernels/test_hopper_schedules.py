@@ -34,10 +34,8 @@ HOPPER = "adapters.models.kernels.triton.hopper"
 
 
 @pytest.fixture(scope="module")
-def chains():
-    """The kernels for heads of 256, and for smaller ones."""
-    chain, pairs = (load_kernels(f"{HOPPER}.{module}") for module in ("hopper_chain", "hopper_pairs"))
-    return chain.attend_chain_ahead, pairs.attend_pairs_ahead
+def attend_chain():
+    return load_kernels(f"{HOPPER}.hopper_chain").attend_chain_ahead
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +151,7 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 7), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_has_the_bits_of_tiles_and_splits_in_order(chains, head, group, pages, seed):
+def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head, group, pages, seed):
     """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
@@ -177,16 +175,11 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(chains, head, group
     tiles = torch.tensor(list(cut_into_tiles(spans, rows, bucket)))
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
-    if consumers == 2:
-        kernel, keys_of_block = chains[1], 2 * TILE
-        options = {"STAGES": 2 + seed, "REGISTERS": 240, "num_warps": 4}
-    else:
-        kernel, keys_of_block = chains[0], TILE
-        options = {"K_STAGES": 2 + seed, "V_STAGES": 4 - 2 * seed, "num_warps": 8}
     launch(
-        kernel, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (keys_of_block, head)),
+        attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
-        HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, PDL=True, PAGE=page if pages else 0, **options,
+        HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
+        V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
     )  # fmt: skip
     row = 0
     for slot, (start, count) in enumerate(spans):
@@ -317,7 +310,7 @@ def test_a_wait_that_no_thread_ends_is_a_deadlock():
 @pytest.mark.timeout(120)
 def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
     """The machine must see what it is for: here the warp for loads never waits until consumers have freed a slot."""
-    pairs = load_kernels(f"{HOPPER}.hopper_pairs")
+    chain = load_kernels(f"{HOPPER}.hopper_chain")
     group, head, count, keys = 8, 64, 8, 640
     q = normal(count, group, head, seed=1)
     k_cache, v_cache = (normal(keys, head, seed=seed) for seed in (2, 3))
@@ -328,16 +321,17 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
         if bar.count == 1:  # both consumers free a slot, and one warp fills it
             wait_for(bar, phase)
 
-    monkeypatch.setattr(pairs.mbarrier, "wait", wait_for_loads_only)
+    monkeypatch.setattr(chain.mbarrier, "wait", wait_for_loads_only)
     found = []
     for seed in range(5):
         out = torch.zeros(q.shape, dtype=BF16)
         try:
             launch(
-                pairs.attend_pairs_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (2 * TILE, head)),
+                chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
                 Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
                 Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, HEADS=group, KV=1,
-                GROUP=group, PARTS=1, SPLIT=SPLIT, STAGES=2, REGISTERS=240, PDL=False, PAGE=0, num_warps=4,
+                GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
+                PAGE=0, num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
             found.append(seed)

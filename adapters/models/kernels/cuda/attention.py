@@ -35,18 +35,20 @@ from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
-from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain, hopper_pairs
+from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain
 from adapters.models.kernels.triton_launch import launch
 
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-# For each size of heads the slots of `hopper_pairs` and the registers of a consumer, or the tiles that `hopper_chain`
-# loads ahead. A processor runs one program of either.
-PAIRS_AHEAD = {64: {"STAGES": 2, "REGISTERS": 240}, 128: {"STAGES": 2, "REGISTERS": 240}}
-CHAIN_AHEAD = {256: {"K_STAGES": 2, "V_STAGES": 2}}
-CHAINED_HEADS = frozenset((*PAIRS_AHEAD, *CHAIN_AHEAD))
+# For each size of heads the consumers of a tile, their registers, and the tiles that are loaded ahead. A processor runs
+# one program.
+CHAIN_AHEAD = {
+    64: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
+    128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
+}
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
 # heads of 256 take all of it, and have eight warps.
 AHEAD = {
@@ -112,7 +114,7 @@ class CudaAttention:
         out = q.new_empty(bucket, heads, size)
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
-        if chained and share == 1 and rule.is_plain and self._can_run_ahead(q, k_cache, CHAINED_HEADS):
+        if chained and share == 1 and rule.is_plain and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
         ahead = not chained and share == 1 and not (rule.cap or rule.latent) and self._can_run_ahead(q, k_cache, AHEAD)
@@ -171,16 +173,16 @@ class CudaAttention:
         _, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
         group = heads // kv
-        in_pairs = head in PAIRS_AHEAD
-        at_once = 128 if in_pairs else 64  # heads of a program
+        options = CHAIN_AHEAD[head]
+        consumers = options["CONSUMERS"]
+        at_once = 64 * consumers  # heads of a program
         parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
         tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
         launch(
-            hopper_pairs.attend_pairs_ahead if in_pairs else hopper_chain.attend_chain_ahead,
+            hopper_chain.attend_chain_ahead,
             (len(tiles) * parts * kv,),
             q,
-            describe_blocks(k_cache.view(-1, head), 2 * KV_TILE if in_pairs else KV_TILE, head),
-            describe_blocks(v_cache.view(-1, head), KV_TILE, head),
+            *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in (k_cache, v_cache)),
             tiles,
             out,
             batch.positions if batch.pages is None else batch.pages,  # never read without
@@ -192,10 +194,10 @@ class CudaAttention:
             GROUP=group,
             PARTS=parts,
             SPLIT=SPLIT,
-            **(PAIRS_AHEAD if in_pairs else CHAIN_AHEAD)[head],
+            **options,
             PAGE=page_size(k_cache, batch),
             enable_fp_fusion=False,
-            **self._options(4 if in_pairs else 8),
+            **self._options(4 if consumers == 2 else 8),
         )
 
     def attend_block(

@@ -1,13 +1,13 @@
-"""Attention of many rows on Hopper (compute capability 9.0), for heads of 256: `attention.attend_chain` with a warp for
-loads alone. Smaller heads have `hopper_pairs`.
+"""Attention of many rows on Hopper (compute capability 9.0): `attention.attend_chain` with a warp for loads alone.
 
 The arithmetic is that of `attention`: tiles of keys in order, and splits folded in order. What differs is who does
 what, and when. One warp looks up pages and brings keys and values to rings of shared memory, by bulk copies that run
-ahead. Eight other warps, the consumer, compute 64 rows of queries.
+ahead. Consumers compute 64 rows of queries each and read the same rings.
 
-The consumer keeps the tensor cores busy while it computes weights. Step n begins the product of the queries and the
-keys of tile n + 1. Meanwhile it folds the split that has ended, or fades the sums of the one that goes on. Then it
-begins to add the values of tile n. It computes the weights of tile n + 1 while these are added.
+A consumer keeps the tensor cores busy while it computes weights. Step n begins the product of the queries and the keys
+of tile n + 1. Meanwhile it folds the split that has ended, or fades the sums of the one that goes on. Then it begins
+to add the values of tile n. It computes the weights of tile n + 1 while these are added. Products of the other
+consumer fill what is left.
 
 The assembler moves arithmetic across the wait for a product as it likes, but not across a loop. So a step waits for
 the values of tile n + 1, which is a loop, between its weights and the end of its products. A branch around the mask
@@ -47,7 +47,7 @@ def _multiply_keys(q, k_ring, k_come, number, nothing, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fold(all_acc, acc, peak, total, all_peak, all_total):
+def _fold(all_acc, acc, peak, total, all_peak, all_total):
     """Add a split to the fold of those before, as `online_softmax.fold_split` does."""
     layout: gl.constexpr = acc.type.layout
     new_peak = gl.maximum(all_peak, peak)
@@ -65,7 +65,7 @@ def _open_or_fade(number, acc, fade, ended, folded, OF_SPLIT: gl.constexpr):
     all_acc, all_peak, all_total = folded
     if number % OF_SPLIT == 0:
         peak, total = ended
-        all_acc, all_peak, all_total = fold(all_acc, acc, peak, total, all_peak, all_total)
+        all_acc, all_peak, all_total = _fold(all_acc, acc, peak, total, all_peak, all_total)
     else:
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, (all_acc, all_peak, all_total)
@@ -135,6 +135,7 @@ def _consume(
     tile_rows,
     kv_head,
     scale,
+    NUMBER: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -142,7 +143,7 @@ def _consume(
     V_STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Compute a program's part of a tile.
+    """Compute consumer NUMBER's part of a tile.
 
     tile_rows: the tile's first row, rows, first position, the program's first head, its last position, tiles of keys.
     Heads are those of one key head, row after row, and a part may begin within a row. COLUMNS: warps that share a row
@@ -158,12 +159,13 @@ def _consume(
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4 * COLUMNS, 1], [1, 0])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     row0, count, first, begins, last, tiles = tile_rows
+    begins += NUMBER * BLOCK_M
     if tiles > 0:
         i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADED))
         d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, LOADED))
         row = (begins + i) // GROUP
         of_head = ((row0 + row) * HEADS + kv_head * GROUP + (begins + i) % GROUP).to(gl.int64)
-        q = queries.index(0)
+        q = queries.index(NUMBER)
         q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=(row < count)[:, None], other=0.0))
         fence_async_shared()
         program_barrier()
@@ -200,7 +202,7 @@ def _consume(
             _forget(values, last - end * BLOCK_N, 4 * COLUMNS)
         adding = warpgroup_mma(p, values, acc, use_acc=end % OF_SPLIT > 0, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
-        all_acc, _peak, all_total = fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
+        all_acc, _peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
         total = gl.convert_layout(all_total, gl.SliceLayout(1, OUT))
         out = all_acc / gl.where(total > 0.0, total, 1.0)[:, None]
         o = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
@@ -227,40 +229,44 @@ def attend_chain_ahead(
     GROUP: gl.constexpr,
     PARTS: gl.constexpr,
     SPLIT: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
     PAGE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Do the same as `attention.attend_chain`, for plain attention of rows that are not coded.
 
-    A program computes 64 heads, and PARTS programs the heads of a tile. So no head is left out where 64 is no multiple
-    of GROUP. Two of the eight warps share a row of the output.
+    A program computes CONSUMERS * 64 heads, and PARTS programs the heads of a tile. So no head is left out where 64 is
+    no multiple of GROUP. With one consumer, eight warps share its rows of the output.
     """
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     HEAD: gl.constexpr = k_desc.block_type.shape[1]
+    OF_PART: gl.constexpr = CONSUMERS * BLOCK_M
     COLUMNS: gl.constexpr = num_warps // 4
     gl.static_assert(PAGE % BLOCK_N == 0)
+    gl.static_assert(CONSUMERS == 1 or num_warps == 4)
     if PDL:
         gdc_launch_dependents()
     tile = tile_limit - 1 - gl.program_id(0) // (KV * PARTS)
-    begins = (PARTS - 1 - gl.program_id(0) // KV % PARTS) * BLOCK_M
+    begins = (PARTS - 1 - gl.program_id(0) // KV % PARTS) * OF_PART
     kv_head = gl.program_id(0) % KV
     row0 = gl.load(tiles_ptr + tile * 8)
     count = gl.load(tiles_ptr + tile * 8 + 1)
     slot = gl.load(tiles_ptr + tile * 8 + 2)
     first = gl.load(tiles_ptr + tile * 8 + 3)
-    last = first + gl.minimum(count, (begins + BLOCK_M + GROUP - 1) // GROUP) - 1
+    last = first + gl.minimum(count, (begins + OF_PART + GROUP - 1) // GROUP) - 1
     tiles = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, BLOCK_N), 1), 0)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
-    queries = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_M, HEAD], k_desc.layout)
+    queries = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, BLOCK_M, HEAD], k_desc.layout)
     bars = (
         make_barriers(K_STAGES, 1),
-        make_barriers(K_STAGES, 1),
+        make_barriers(K_STAGES, CONSUMERS),
         make_barriers(V_STAGES, 1),
-        make_barriers(V_STAGES, 1),
+        make_barriers(V_STAGES, CONSUMERS),
     )
     if PDL:
         gdc_wait()
@@ -268,20 +274,50 @@ def attend_chain_ahead(
     base = (slot * KV + kv_head) * capacity
     pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, HEADS, GROUP, SPLIT,
-                    K_STAGES, V_STAGES, COLUMNS,
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP,
+                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                    ),
                 ),
-            ),
-            (
-                fill_rings,
-                (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES),
-            ),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP,
+                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    fill_rings,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP,
+                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    fill_rings,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
