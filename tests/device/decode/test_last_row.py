@@ -5,18 +5,25 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from attrs import define
 
-from adapters.device.decode.last_row import is_row_cheap
+from adapters.device.decode.last_row import can_take_last_row, is_row_cheap
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import GPU_BUCKETS
 from adapters.sequence_layout import TensorSpec
 from effects.all import Launch
+from effects.ids import RequestId, SlotId
+from effects.prefill import RunPrefill
 from tests.device.driver import (
+    BUCKETS,
     CHUNK,
     GREEDY,
     PENALISED,
     SAMPLED,
+    VOCAB,
     Driver,
     drive,
     let_run_ahead,
@@ -88,14 +95,24 @@ async def test_beside_other_requests_the_row_is_computed_again(driver: Driver, s
         assert client.answer == straightforward(FakeShard(), prompt, GREEDY, 4)
 
 
-@pytest.mark.parametrize("shard", [FakeShard], indirect=True)
-async def test_beside_a_launch_the_row_is_left_to_the_decode_step(driver: Driver, shard):
+def make_state() -> SlotState:
+    return SlotState(RequestId(1), prompt_of(1, 9), 0, Sampler(GREEDY, (), VOCAB, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_only_a_hybrid_takes_it_beside_other_requests(driver: Driver, shard, is_alone):
     """Another request decodes, or will: with it the row would be computed again."""
-    prompts = [prompt_of(5 + slot, 9 + slot) for slot in range(2)]
-    clients = [await driver.open(prompt, slot=slot) for slot, prompt in enumerate(prompts)]
-    driver.executor.submit(Launch((clients[0].chunk(8),)), lambda _: None)
-    await driver.perform(clients[1].chunk(9))
-    assert [step.rows for step in shard.steps] == [8, 9]
+    pipeline, effect = driver.executor.parts.shard, RunPrefill(SlotId(0), 0, 8)
+    state = make_state()
+    taken = can_take_last_row(pipeline, BUCKETS, state, effect, is_alone=is_alone)
+    assert taken is (is_alone or bool(shard.states.specs))
+
+
+def test_buckets_that_may_not_be_proven_leave_the_row_to_the_decode_step(driver: Driver, shard):
+    effect = RunPrefill(SlotId(0), 0, 8)
+    state = make_state()
+    taken = can_take_last_row(driver.executor.parts.shard, (4, CHUNK), state, effect, is_alone=True)
+    assert taken is bool(shard.states.specs)
 
 
 @pytest.mark.parametrize("shard", [FakeShard], indirect=True)
@@ -128,8 +145,9 @@ async def test_a_model_answers_as_with_a_forward_for_each_token(driver: Driver, 
     for _ in range(5):
         await driver.decode(client)
     assert client.answer == expected
-    # Decode steps on a CPU are the library's.
-    assert counts == [CHUNK, 9, *[1] * (4 if shard.spec.device.type == "cuda" else 0)]
+    # On a CPU, the library takes the steps of a request without penalties.
+    is_native = shard.spec.device.type == "cpu" and sampling is GREEDY
+    assert counts == [CHUNK, 9, *[1] * (0 if is_native else 4)]
 
 
 @pytest.mark.parametrize(
