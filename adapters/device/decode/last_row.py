@@ -34,8 +34,9 @@ def can_take_last_row(
     ahead of the host, which only a target of one part on a GPU does.
 
     Of the chunk's other rows, the last layer need only compute keys and values. With this row along it computes all of
-    them, which takes a tenth of a decode step or more. So other models than hybrids do it only for a request that is
-    alone: beside other requests the row would be computed again. A hybrid must commit per segment.
+    them. By arithmetic, that is 0.5 to 1.8 ms for 1,024 rows of an 8B shape on an H200, where a decode step takes 4 to
+    6. Beside other requests the row would be computed again, so other models than hybrids do it only for a request that
+    is alone. A hybrid must commit per segment.
 
     `run_prefill` asks only if no draft follows the rows. A prefill that shares its forward with decode steps or other
     prompts does not ask: it takes no such row.
