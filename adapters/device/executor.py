@@ -111,6 +111,7 @@ class DeviceExecutor:
             checkpoints=self._checkpoints,
             is_abandoned=self.is_abandoned,
             is_lane_wanted=lambda: self._lanes.is_prefill_lane_wanted(parts.shard.launches_ahead),
+            is_alone=lambda: self._in_flight.count == 1,
             decoding=self.decoding,
         )
         self._in_flight = InFlightRequests()

@@ -98,6 +98,7 @@ class FakeShard:
     garbage: int = 1
     unsettled: Step | None = None
     written: Tensor = field(init=False)
+    aside: dict[int, tuple[int, int]] = field(factory=dict)  # by slot a last row that a commit left out: it may stay
 
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.spec.slots, self.spec.capacity))
@@ -114,6 +115,7 @@ class FakeShard:
         hidden, self.written = torch.full((2, step.bucket), self.rubbish()).unbind()
         row = 0
         for segment in step.segments:
+            self.aside.pop(segment.slot, None)
             stop = segment.start + segment.count
             assert stop <= self.spec.capacity, step
             positions = torch.arange(segment.start, stop)
@@ -127,7 +129,15 @@ class FakeShard:
         return Forward(hidden.unsqueeze(1), {0: self.written.unsqueeze(1)})
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        assert step == self.unsettled
+        if step != self.unsettled:
+            [segment] = step.segments
+            assert list(kept) == [1]
+            position, row = self.aside.pop(segment.slot)
+            assert position == segment.start
+            self.cache[segment.slot, position] = row
+            return
+        last = step.segments[-1]
+        self.aside[last.slot] = last.start + last.count - 1, int(self.written[step.rows - 1])
         self.unsettled, first = None, 0
         for part, keep in zip(step.parts, kept, strict=True):
             path = [first + row for row in (range(keep) if isinstance(keep, int) else keep)]

@@ -8,6 +8,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from adapters.device.decode.last_row import needs_no_forward
 from adapters.device.decode.prompt_along import PromptRows
 from adapters.device.sampling.sampler import LaunchedPicks, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
@@ -49,6 +50,14 @@ class InFlightStep:
     logits: Tensor
     picking: LaunchedPicks | None
     rows: Sequence[PromptRows] = ()
+
+    @property
+    def has_own_time(self) -> bool:
+        """Does the step take what a step of its members takes? Asked before its tokens are appended.
+
+        With rows of prompts it is not known how much of the time was the decode rows' share.
+        """
+        return not self.rows and not needs_no_forward([member.state for member in self.members])
 
 
 def last_tokens(members: Sequence[BatchMember]) -> Tensor:

@@ -178,8 +178,7 @@ class OverlappedDecode:
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
             continuing = set() if following is None and not has_match else set(staying)
-            # With rows of prompts it is not known how much of the time was the decode rows' share.
-            took_ns = 0 if running.rows else read_ns - started_ns
+            took_ns = read_ns - started_ns if running.has_own_time else 0
             outcomes = append_picks(running, picked, continuing, took_ns, self.copies)
             for rows in running.rows:
                 outcomes += rows.report(() if following is None else following.rows)

@@ -122,14 +122,16 @@ def run_prefill(
     given_up: Callable[[], bool],
     *,
     follow: Follow | None,
+    is_alone: bool,
 ) -> Iterator[int]:
     """Compute the rows of a prefill, and yield after each chunk how many rows of the slot are in place.
 
     For a shard that runs ahead of the host, this happens while the device is at the next chunk.
     buckets: the largest is a chunk. given_up: no further chunk begins once it is true. follow: reads what the forward
     of a chunk left, before the next one overwrites it; None: nothing follows, so the prompt's last row may go along.
+    is_alone: see `can_take_last_row`.
     """
-    takes_last = follow is None and can_take_last_row(shard, max(buckets), state, effect)
+    takes_last = follow is None and can_take_last_row(shard, buckets, state, effect, is_alone=is_alone)
 
     def run_chunks() -> Iterator[tuple[int, torch.cuda.Event | None]]:
         for step, forward in launch_chunks(shard, buckets, state, effect, given_up, takes_last=takes_last):

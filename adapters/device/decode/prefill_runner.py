@@ -26,8 +26,8 @@ class PrefillRunner:
     """Runs prefills on the slots of an executor. Every method is called on a lane.
 
     buckets: row counts that forwards run with, ascending. chunk: the most rows of a forward. is_abandoned: is a request
-    given up? is_lane_wanted: should a prefill of several chunks end, because other work waits? decoding: its draft
-    follows the rows.
+    given up? is_lane_wanted: should a prefill of several chunks end, because other work waits? is_alone: is no other
+    request in a launch? decoding: its draft follows the rows.
     """
 
     shard: Pipeline
@@ -37,6 +37,7 @@ class PrefillRunner:
     checkpoints: StateCheckpoints
     is_abandoned: Callable[[RequestId], bool]
     is_lane_wanted: Callable[[], bool]
+    is_alone: Callable[[], bool]
     decoding: DecodeRunner
 
     def run(self, request: RequestId, effect: RunPrefill, steps: OutcomeQueue) -> Outcome:
@@ -55,7 +56,9 @@ class PrefillRunner:
 
         stop = effect.start
         follow = None if self.decoding.proposer is None else self.decoding.follow
-        chunks = run_prefill(self.shard, self.buckets, state, effect, is_given_up, follow=follow)
+        chunks = run_prefill(
+            self.shard, self.buckets, state, effect, is_given_up, follow=follow, is_alone=self.is_alone()
+        )
         started_ns = time.perf_counter_ns()
         try:
             for stop in chunks:

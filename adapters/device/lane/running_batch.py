@@ -119,7 +119,7 @@ class RunningBatch:
 class InFlightRequests:
     """The requests of all launches that are under way: for each its lane, and the callback for its outcomes.
 
-    Used on the event loop. abandoned: requests that are given up; lanes read it as well.
+    Used on the event loop. abandoned: requests that are given up; lanes read it and `count` as well.
     """
 
     abandoned: set[RequestId] = field(init=False, factory=set[RequestId])
@@ -142,6 +142,11 @@ class InFlightRequests:
         steps = OutcomeQueue(wake_reader, dict.fromkeys(requests))
         self._launched |= dict.fromkeys(requests, (lane, done))
         return steps, deliver_failure
+
+    @property
+    def count(self) -> int:
+        """The number of requests in launches."""
+        return len(self._launched)
 
     def lane_of(self, request: RequestId) -> DeviceLane | None:
         """Return the lane of the launch that the request is in; None if it is in none."""

@@ -330,10 +330,10 @@ def measure_decode(
 
 
 def find_quickest_steps(outcomes: Sequence[Outcome]) -> dict[int, int]:
-    """Return the nanoseconds of the quickest step for each number of proposals."""
+    """Return the nanoseconds of the quickest step that has a time, for each number of proposals."""
     times: dict[int, int] = {}
     for done in outcomes:
-        if isinstance(done, Decoded):
+        if isinstance(done, Decoded) and done.ns:
             times[done.proposed] = min(done.ns, times.get(done.proposed, done.ns))
     return dict(sorted(times.items()))
 
@@ -341,10 +341,10 @@ def find_quickest_steps(outcomes: Sequence[Outcome]) -> dict[int, int]:
 def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
     """Return True if measuring may stop.
 
-    That is when `wanted` rounds are done and the last one found no clearly quicker time, or when the budget of time is
-    spent.
+    That is when `wanted` rounds have times and the last one found no clearly quicker time, or when the budget of time
+    is spent. A prompt's first step may have no time (`last_row.needs_no_forward`).
     """
     *before, last = rounds
     known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last
     falls = any(ns + ns // STEADY < known[width] for width, ns in last.items())
-    return spent_ns > BUDGET_NS or (len(rounds) >= wanted and not falls)
+    return spent_ns > BUDGET_NS or (sum(map(bool, rounds)) >= wanted and not falls)
