@@ -69,7 +69,7 @@ from adapters.device.speculation.proposer import (
     follow_rows,
     make_members,
 )
-from adapters.device.speculation.step_copies import StepCopies
+from adapters.device.speculation.step_copies import StepCopies, asks_for_matches
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
@@ -189,7 +189,7 @@ class DecodeRunner:
             # One row: the draft proposed nothing, and where there is a draft no copies are taken natively.
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, native.forward_of(step.bucket), (1,), (state,), 0 if effect.propose else effect.steps - 1)
-        (matched,) = self.copies.find_matches([(effect.slot, state)], is_asked=effect.copying is not None)
+        (matched,) = self.copies.find_matches([(effect.slot, state)], is_asked=asks_for_matches(effect))
         took_ns = time.perf_counter_ns() - started_ns
         copied = taken.proposed if copies.chains else 0
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
@@ -248,7 +248,7 @@ class DecodeRunner:
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
-        is_asked = any(one.effect.copying for _, one in taken.values())
+        is_asked = any(asks_for_matches(one.effect) for _, one in taken.values())
         matches = self.copies.find_matches([(member.slot, member.state) for member in members], is_asked=is_asked)
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if has_own_time else 0

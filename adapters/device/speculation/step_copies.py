@@ -37,8 +37,8 @@ class StepCopies:
     def find_matches(self, slots: Sequence[tuple[int, SlotState]], *, is_asked: bool) -> Sequence[int]:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already.
 
-        is_asked: a member of the launch has a rule for copies. If none has, nothing is searched, because nothing can be
-        copied before the next launch. Then 0 is returned for every slot.
+        is_asked: a member may copy in its next step (`asks_for_matches`). If none may, nothing is searched, and 0 is
+        returned for every slot.
         """
         if self.proposer is None:
             return [0] * len(slots)
@@ -123,6 +123,14 @@ class StepCopies:
             return -1
         group = find_match_class(self.proposer.read_match(effect.slot, state))
         return group if group >= 0 and copying.counts[group] else -1
+
+
+def asks_for_matches(effect: RunDecode) -> bool:
+    """May the request copy text in the step after this one?
+
+    It has a rule for copies, or this is its last step before the core may give it one.
+    """
+    return effect.copying is not None or effect.steps <= 1
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
