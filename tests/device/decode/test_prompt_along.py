@@ -291,6 +291,7 @@ async def test_several_prompts_whose_launch_has_ended_are_computed_one_after_the
     assert [[one.count for one in step.segments] for step in fake_shard.steps[before:]] == [[32], [11]]
 
 
+@pytest.mark.parametrize("shard", ["fake", "cpu"], indirect=True)  # a GPU overlaps them
 async def test_where_steps_are_not_overlapped_the_first_of_several_prompts_shares_their_forward(driver):
     (client,) = await open_decoding(driver, (GREEDY,))
     prompts = await open_prompts(driver, (LONG, 12))
@@ -302,6 +303,7 @@ async def test_where_steps_are_not_overlapped_the_first_of_several_prompts_share
     assert len(client.answer) == 1
 
 
+@pytest.mark.parametrize("shard", ["fake", "cpu"], indirect=True)
 async def test_where_steps_are_not_overlapped_one_forward_takes_rows_along(driver):
     clients = await open_decoding(driver)
     prompt = await driver.open(prompt_of(80, LONG), SAMPLED, 2)
