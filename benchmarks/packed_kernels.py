@@ -33,6 +33,7 @@ from adapters.models.kernels.cuda.packed import (
     multiply_narrow,
 )
 from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
+from adapters.models.kernels.cuda.packed_single import SingleTile, choose_single_tile, multiply_single
 from adapters.models.numerics.synthetic import random_matrix
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
@@ -56,7 +57,7 @@ PRODUCTS = 200  # of a graph, about
 def tile_of(name: str, count: int, weight: CudaPackedMatrix) -> PackedTile:
     device = triton.runtime.driver.active.utils.get_device_properties(0)
     served = choose_packed_tile(count, weight, device["multiprocessor_count"], device["max_shared_mem"])
-    if name in {"served", "registers"}:
+    if name in {"served", "registers", "ahead"}:
         return served
     sizes, _, registers = name.partition("+")
     rows, columns, ahead = map(int, sizes.split("x"))
@@ -67,7 +68,14 @@ def multiply(
     kernels: TritonKernels, name: str, x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: bool
 ) -> None:
     """Multiply with the tile of this name."""
-    if name == "served" and kernels.traits.capability.has_hopper_kernels and comes_ahead(len(x), weight, x.dtype):
+    if name.startswith("single:"):
+        sizes, _, registers = name.removeprefix("single:").partition("+")
+        tile = SingleTile(*map(int, sizes.split("x")), int(registers) if registers else None)
+        for row, to in zip(x.split(1), out.split(1), strict=True):
+            multiply_single(row, weight, to, tile, gated=gated, pdl=kernels.pdl)
+    elif name == "served" and len(x) == 1 and (found := choose_single_tile(weight, x.dtype)):
+        multiply_single(x, weight, out, found, gated=gated, pdl=kernels.pdl)
+    elif name in {"served", "ahead"} and comes_ahead(len(x), weight, x.dtype):
         multiply_ahead(x, weight, out, gated=gated, pdl=kernels.pdl)
     else:
         multiply_narrow(x, weight, out, tile_of(name, len(x), weight), gated=gated, pdl=kernels.pdl)
@@ -117,9 +125,9 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
     return [{"format": name, "tile": tile, "differing": wrong[tile], "of": total} for tile in tiles]
 
 
-def copies(weight: CudaPackedMatrix) -> list[CudaPackedMatrix]:
+def copies(weight: CudaPackedMatrix, *, cached: bool) -> list[CudaPackedMatrix]:
     made = [weight]
-    while len(made) < max(2, CACHES / size_of(weight)):
+    while not cached and len(made) < max(2, CACHES / size_of(weight)):
         made.append(copy.deepcopy(weight))
     return made
 
@@ -140,7 +148,9 @@ def seconds_each(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:
     return min(seconds(graph.replay) for _ in range(repeats)) / times / len(bodies)
 
 
-def measured(name: str, counts: list[int], tiles: list[str], shapes: list[str], speed: float) -> list[dict[str, Any]]:
+def measured(
+    name: str, counts: list[int], tiles: list[str], shapes: list[str], speed: float, *, cached: bool
+) -> list[dict[str, Any]]:
     kernels = kernels_of()
     found: dict[tuple[int, str], dict[str, Any]] = {
         (count, tile): {"format": name, "rows": count, "tile": tile}
@@ -150,7 +160,7 @@ def measured(name: str, counts: list[int], tiles: list[str], shapes: list[str], 
     for shape in shapes:
         outputs, columns = SHAPES[shape]
         gated = shape == GATED
-        weights = copies(packed(kernels, matrices(name, outputs, columns, gated=gated), gated=gated))
+        weights = copies(packed(kernels, matrices(name, outputs, columns, gated=gated), gated=gated), cached=cached)
         for (count, label), row in found.items():
             if label == "bytes' limit":
                 row[shape] = size_of(weights[0]) / speed * 1e6
@@ -170,13 +180,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--tiles", nargs="+", default=["served"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
+    parser.add_argument("--cached", action="store_true")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
         print_table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
         return
     speed = max(bandwidth().values())
-    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, args.shapes, speed)]
+    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, args.shapes, speed, cached=args.cached)]
     print_table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
     publish(args, "packed_kernels", {"rows": rows})
 

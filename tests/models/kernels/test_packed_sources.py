@@ -26,6 +26,7 @@ triton_packed = pytest.importorskip(
     "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
 )
 triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
+triton_single = pytest.importorskip("adapters.models.kernels.cuda.packed_single")
 triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,6 +37,7 @@ ROOM = "adapters.models.kernels.triton"
 LAUNCHERS = (
     (triton_packed, ("packed",)),
     (triton_ahead, ("hopper.hopper_packed", "hopper.hopper_packed_wide")),
+    (triton_single, ("packed_single",)),
     (triton_groups, ("packed_groups",)),
 )
 
@@ -130,6 +132,23 @@ def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, la
         assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
 
 
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
+@pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_one_row_is_multiplied_with_its_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
+    """Columns of 768 leave pieces without any, and 1,024 are whole pieces."""
+    monkeypatch.setattr(triton_packed, "FEW", few)
+    for columns in (768, 1024, 2304):
+        packed, numbers = pack(layout, 24, columns // layout.span * layout.span)
+        x = make_x(1, packed.columns)
+        expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+        for tile in (triton_single.SingleTile(16, 128, 8, 80), triton_single.SingleTile(16, 256, 8, 80)):
+            out = torch.full((1, 24), float("nan"), dtype=BF16)
+            triton_single.multiply_single(x, packed, out, tile, gated=0, pdl=None)
+            assert torch.equal(out, expected), (columns, tile)
+
+
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
 @pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLayout, few: int) -> None:

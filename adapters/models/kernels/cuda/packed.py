@@ -21,6 +21,7 @@ from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepL
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead, multiply_wide_ahead
+from adapters.models.kernels.cuda.packed_single import choose_single_tile, multiply_single
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
@@ -28,7 +29,7 @@ from adapters.models.kernels.triton.packed_levels import LARGEST_SCALE, BlockFor
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
-WIDE_IN_REGISTERS = True
+WIDE_IN_REGISTERS = 1 << 20
 PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
 FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
@@ -166,18 +167,20 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
+            elif self.hopper and len(x) == 1 and (tile := choose_single_tile(part, x.dtype)) is not None:
+                multiply_single(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             elif self.hopper and comes_ahead(len(x), part, x.dtype):
                 multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
-                tile = choose_packed_tile(len(x), part, self.processors, self.shared)
-                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
+                narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
+                multiply_narrow(x, part, columns, narrow, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share
         return out
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
-        if self.hopper and x.dtype != torch.float32 and WIDE_IN_REGISTERS:
+        if self.hopper and x.dtype != torch.float32 and len(x) <= WIDE_IN_REGISTERS:
             multiply_wide_ahead(x, weight, out, gated=gated, pdl=self.pdl)
             return
         assert self._scratch is not None

@@ -75,11 +75,16 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
 
 
+def choose_wide_rows(count: int, *, in_pieces: bool) -> int:
+    """Choose the rows of x of a tile. With pieces, a program has two sums of each element."""
+    return 64 if count <= 64 else 128 if in_pieces or count <= 128 else 256
+
+
 def multiply_wide_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
     """Multiply many rows with a weight that is unpacked in registers."""
     form = weight.block_form
     in_pieces = weight.pieces > 1
-    rows = 64 if len(x) <= 64 else 128 if in_pieces or len(x) <= 128 else 256
+    rows = choose_wide_rows(len(x), in_pieces=in_pieces)
     stages = WIDE_BYTES // (rows * form.block * x.element_size())
     grid = (count_parts(len(x), rows) * count_parts(weight.outputs, 128),)
     sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
