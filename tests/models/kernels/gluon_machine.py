@@ -294,8 +294,8 @@ class GluonMachine:
 machine = GluonMachine()
 
 
-def wait_for(bar: Barrier, phase: int) -> None:
-    machine.switch(lambda: bar.phase & 1 != phase & 1)
+def wait_for(bar: Barrier, phase: int, pred: bool = True) -> None:
+    machine.switch(lambda: not pred or bar.phase & 1 != phase & 1)
 
 
 def _init(bar: Barrier, count: int) -> None:
@@ -501,7 +501,7 @@ OPERATIONS: dict[str, Any] = {
 
 def _make_modules() -> dict[str, ModuleType]:
     """Return the modules of Triton that kernels import, as far as they use them."""
-    names = ("SwizzledShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
+    names = ("SwizzledShared", "NVMMAShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
     layouts = {f"{name}Layout": lambda *_: None for name in names}
     ampere = {
         "mma_v2": _multiply_now,

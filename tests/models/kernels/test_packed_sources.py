@@ -36,7 +36,7 @@ BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
 LAUNCHERS = (
     (triton_packed, ("packed",)),
-    (triton_ahead, ("hopper.hopper_packed", "hopper.hopper_packed_wide")),
+    (triton_ahead, ("hopper.hopper_packed", "hopper.hopper_packed_wide", "hopper.hopper_packed_beside")),
     (triton_single, ("packed_single",)),
     (triton_groups, ("packed_groups",)),
 )
@@ -158,9 +158,10 @@ def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLa
         packed, numbers = pack(layout, 136, columns // layout.span * layout.span)
         x = make_x(133, packed.columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-        out = torch.full((133, 136), float("nan"), dtype=BF16)
-        triton_ahead.multiply_wide_ahead(x, packed, out, gated=0, pdl=True)
-        assert torch.equal(out, expected), columns
+        for multiply_many in (triton_ahead.multiply_wide_ahead, triton_ahead.multiply_beside):
+            out = torch.full((133, 136), float("nan"), dtype=BF16)
+            multiply_many(x, packed, out, gated=0, pdl=True)
+            assert torch.equal(out, expected), (columns, multiply_many)
 
 
 @in_turns("layout", "pairs", full=1, one_in=2)

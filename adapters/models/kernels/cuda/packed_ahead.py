@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_wide
+from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_beside, hopper_packed_wide
 from adapters.models.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
+BESIDE_BYTES = 192 << 10  # of shared memory for rows of x and for blocks of weights that are unpacked beside products
 WIDE_BYTES = 128 << 10  # of shared memory for rows of x in products of many rows
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
@@ -92,6 +93,20 @@ def multiply_wide_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gat
     descriptor = describe_blocks(x, rows, form.block)
     options = launch_options(4, pdl)
     launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
+
+
+def multiply_beside(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
+    """Multiply many rows with a weight that is unpacked beside the products."""
+    form = weight.block_form
+    in_pieces = weight.pieces > 1
+    rows = choose_wide_rows(len(x), in_pieces=in_pieces)
+    stages = BESIDE_BYTES // ((128 + rows) * form.block * x.element_size())
+    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, 128),)
+    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
+    constants = {"STAGES": stages, "GROUP": 8, "FORM": form, "GATED": gated, "IN_PIECES": in_pieces}
+    options = launch_options(4, pdl)
+    descriptor = describe_blocks(x, rows, form.block)
+    launch(hopper_packed_beside.packed_beside, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
 
 
 def _describe_rows(x: Tensor, pieces: int, columns: int) -> TensorDescriptor:

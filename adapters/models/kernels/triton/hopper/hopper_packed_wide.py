@@ -56,16 +56,21 @@ def _multiply_blocks(
     MMA: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Multiply the blocks from `low` to `high`, from zero. w: the first of them. held: the packed one after it."""
+    """Multiply the blocks from `low` to `high`, from zero. w: the first of them. held: the packed one after it. The
+    rows of x of block `low` have come.
+
+    The next rows of x are waited for between unpacking and the end of the products, because that wait is a loop: the
+    assembler would move unpacking behind the products.
+    """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     BLOCK_M: gl.constexpr = ring.shape[1]
     acc = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
     for step in range(low, high):
         at = step % STAGES
-        mbarrier.wait(come.index(at), step // STAGES & 1)
         adding = warpgroup_mma(w, ring.index(at).permute((1, 0)), acc, is_async=True)
         coming = _unpack_left(held, coordinates, dtype, FORM, LEFT)
         held = load_block(matrix, coordinates, gl.minimum(step + 2, blocks - 1), blocks, FORM)
+        mbarrier.wait(come.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=step + 1 < blocks)
         acc, w, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, w, coming))
         mbarrier.arrive(free.index(at), count=1)
         w = coming
@@ -104,6 +109,7 @@ def _consume(
     coordinates = locate_piece(own, columns, HEIGHT, LANES)
     w = _unpack_left(load_block(matrix, coordinates, 0, blocks, FORM), coordinates, dtype, FORM, LEFT)
     held = load_block(matrix, coordinates, gl.minimum(1, blocks - 1), blocks, FORM)
+    mbarrier.wait(come.index(0), 0)
     if IN_PIECES:
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
         for first in range(0, blocks, each):
