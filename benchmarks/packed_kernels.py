@@ -187,7 +187,11 @@ def main() -> None:
         print_table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
         return
     speed = max(bandwidth().values())
-    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, args.shapes, speed, cached=args.cached)]
+    rows = [
+        row
+        for name in args.formats
+        for row in measured(name, args.rows, args.tiles, args.shapes, speed, cached=args.cached)
+    ]
     print_table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
     publish(args, "packed_kernels", {"rows": rows})
 

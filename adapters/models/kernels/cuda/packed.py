@@ -20,7 +20,12 @@ from triton.experimental.gluon import language as gl
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
-from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead, multiply_wide_ahead
+from adapters.models.kernels.cuda.packed_ahead import (
+    comes_ahead,
+    is_unpacked_beside,
+    multiply_ahead,
+    multiply_beside,
+)
 from adapters.models.kernels.cuda.packed_single import choose_single_tile, multiply_single
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
@@ -29,7 +34,6 @@ from adapters.models.kernels.triton.packed_levels import LARGEST_SCALE, BlockFor
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
-WIDE_IN_REGISTERS = 1 << 20
 PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
 FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
@@ -180,8 +184,8 @@ class CudaPacking:
         return out
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
-        if self.hopper and x.dtype != torch.float32 and len(x) <= WIDE_IN_REGISTERS:
-            multiply_wide_ahead(x, weight, out, gated=gated, pdl=self.pdl)
+        if self.hopper and is_unpacked_beside(len(x), weight, x.dtype):
+            multiply_beside(x, weight, out, gated=gated, pdl=self.pdl)
             return
         assert self._scratch is not None
         share = 2 if gated else 1

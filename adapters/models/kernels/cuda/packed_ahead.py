@@ -95,6 +95,11 @@ def multiply_wide_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gat
     launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
 
 
+def is_unpacked_beside(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
+    """Return whether products of so many rows are quicker with a weight that is unpacked beside them."""
+    return dtype != torch.float32
+
+
 def multiply_beside(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
     """Multiply many rows with a weight that is unpacked beside the products."""
     form = weight.block_form

@@ -25,7 +25,9 @@ from adapters.models.kernels.triton.packed_numbers import weights_of
 
 
 @gluon.jit
-def _fetch_row(x_ptr, each, depth, COUNT: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, num_warps: gl.constexpr):
+def _fetch_row(
+    x_ptr, each, depth, COUNT: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, num_warps: gl.constexpr
+):
     """Copy the blocks of every piece of x to shared memory `[COUNT, pieces, block]`; zeros behind them."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK // 8

@@ -35,7 +35,18 @@ def _put_half(packed, coordinates, slot, dtype: gl.constexpr, FORM: gl.constexpr
 
 @gluon.jit
 def _fill(
-    words_ptr, levels_ptr, x_desc, x_ring, w_ring, bars, n0, m0, columns, blocks, FORM: gl.constexpr, STAGES: gl.constexpr
+    words_ptr,
+    levels_ptr,
+    x_desc,
+    x_ring,
+    w_ring,
+    bars,
+    n0,
+    m0,
+    columns,
+    blocks,
+    FORM: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Fill the rings with all blocks of columns in order, each as soon as its slot is free."""
     come, free = bars
@@ -62,9 +73,7 @@ def _fill(
 
 
 @gluon.jit
-def _multiply_blocks(
-    low, high, x_ring, w_ring, bars, NUMBER: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr
-):
+def _multiply_blocks(low, high, x_ring, w_ring, bars, NUMBER: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr):
     """Multiply the blocks from `low` to `high`, from zero."""
     come, free = bars
     BLOCK_M: gl.constexpr = x_ring.shape[1]
