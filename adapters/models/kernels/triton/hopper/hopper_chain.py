@@ -28,12 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_attention import (
-    _NOTHING,
-    _forget,
-    _lowest_key,
-    _weigh_scores,
-)
+from adapters.models.kernels.triton.hopper.hopper_attention import _NOTHING, _forget, _lowest_key, _weigh_scores
 from adapters.models.kernels.triton.hopper.hopper_ring import fill_rings, make_barriers
 
 BLOCK_M = gl.constexpr(64)  # rows of queries of one consumer: heads of one key head, row after row
