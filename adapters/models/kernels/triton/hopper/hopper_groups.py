@@ -2,7 +2,7 @@
 
 The sums are those of `packed_groups.multiply_many`. What differs is who multiplies: `wgmma` reads the unpacked weights
 from registers, where the words already lie as it needs them, and rows of x from shared memory. So a weight is unpacked
-once for up to 128 pairs, and its unpacking runs beside the products of the block before.
+once for up to 128 pairs, and while the products of the block before are computed.
 """
 
 from __future__ import annotations
