@@ -13,6 +13,7 @@ from adapters.models.decoder.cache.window_pages import WindowPages
 from adapters.models.kernels.activations import CLAMPED, GELU, gate_halves
 from adapters.models.kernels.composed_operations import add_normed
 from adapters.models.kernels.factory import build_sampling
+from adapters.models.kernels.formats.row_format import RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
@@ -503,6 +504,56 @@ def test_chains_of_keys_that_come_ahead_are_attended_as_those_that_do_not(geomet
             found.append(attended[:rows])
         assert torch.isfinite(found[0].float()).all()
         assert same_bits(*found)
+
+
+@pytest.mark.parametrize("rule", [PLAIN, AttentionRule(300)], ids=["all keys", "window"])
+@pytest.mark.parametrize("geometry", [(16, 2, 64), (32, 8, 128), (7, 1, 128), (24, 4, 256)], ids=str)
+@pytest.mark.parametrize("rows", ["int8", "fp8", "int4", "k=int8,v=int4", "k=fp8,v=int8"])
+@pytest.mark.parametrize("pages", [False, True], ids=["one piece", "pages"])
+def test_codes_that_are_unpacked_ahead_are_attended_as_those_that_are_not(geometry, rows, pages, rule):
+    """Wide steps of several slots, and few of their rows once more, whose splits other programs compute."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper's")
+    (heads, kv, head), slots, capacity, bf16 = geometry, 4, 9 * PAGE, torch.bfloat16
+    types = read_row_types(rows, bf16)
+    layout = RowLayout(types, head)
+    ahead, plain = triton_cuda.TritonKernels(DEVICE), triton_cuda.TritonKernels(DEVICE)
+    plain._attention.hopper = False  # noqa: SLF001 - as on every other GPU
+    table = torch.randperm(slots * capacity // PAGE, generator=make_generator(3, DEVICE), device=DEVICE).to(torch.int32)
+    table = table.view(slots, capacity // PAGE) if pages else None
+    shape = (slots * capacity // PAGE, kv, PAGE) if pages else (slots, kv, capacity)
+    memory = torch.empty(len(layout.parts), *shape, layout.width, dtype=layout.dtype, device=DEVICE)
+    k_cache, v_cache = layout.open_parts(tuple(memory))
+    for spans in ([(0, 256)], [(0, 1), (63, 200), (255, 2)], [(100, 129), (0, 7), (256, 64)], [(700, 1024)]):
+        count = sum(count for _, count in spans)
+        bucket = next(one for one in (256, 512, 1024) if one >= count)
+        for cache, form, seed in ((k_cache, types.keys, 1), (v_cache, types.values, 2)):
+            coded = form.encode(normal(*shape, head, dtype=bf16, seed=seed))
+            cache.view(torch.uint8).copy_(coded.view(torch.uint8))
+        for slot, (start, length) in enumerate(spans):  # rows that were never written may hold anything
+            number, row = divmod(start + length, PAGE)
+            for raw in (k_cache.view(torch.uint8), v_cache.view(torch.uint8)):
+                if pages:
+                    raw[table[slot, number], :, row:] = 255
+                    raw[table[slot, number + 1 :].long()] = 255
+                else:
+                    raw[slot, :, start + length :] = 255
+        q, found = normal(bucket, heads, head, dtype=bf16, seed=count), []
+        for kernels in (plain, ahead):
+            batch = Batch(bucket, DEVICE, pages=table)
+            batch.load(Step(tuple(Segment(slot, *span) for slot, span in enumerate(spans)), bucket), [0] * count)
+            kernels.prepare_step(batch)
+            attended = kernels.attend(q, k_cache, v_cache, batch, rule)
+            assert not attended[count:].any()
+            found.append(attended[:count])
+        assert torch.isfinite(found[0].float()).all()
+        assert same_bits(*found)
+        few = min(spans[-1][1], 48)  # the last rows of the last slot
+        batch = Batch(64, DEVICE, pages=table)
+        batch.load(Step((Segment(len(spans) - 1, sum(spans[-1]) - few, few),), 64), [0] * few)
+        ahead.prepare_step(batch)
+        last = torch.cat((q[count - few : count], q[: 64 - few]))
+        assert same_bits(ahead.attend(last, k_cache, v_cache, batch, rule)[:few], found[0][-few:])
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -19,6 +19,8 @@ from adapters.models.kernels.cuda.descriptors import (
     describe_cache,
     launch_options,
     page_size,
+    shared_layout,
+    word_layout,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
@@ -29,13 +31,13 @@ from adapters.models.kernels.cuda.tiles import (
     count_shares,
     round_up_to_power,
 )
-from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.formats.row_format import INT4, as_bytes, format_of
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
-from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain
+from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain, hopper_codes
 from adapters.models.kernels.triton_launch import launch
 
 SPLIT = 256
@@ -49,6 +51,13 @@ CHAIN_AHEAD = {
     128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
+# The same where rows are codes. Warps that unpack have the registers that consumers leave.
+CODED_AHEAD = {
+    64: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
+    128: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 208, "K_STAGES": 2, "V_STAGES": 2},
+}
+CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_codes` names them
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
 # heads of 256 take all of it, and have eight warps.
 AHEAD = {
@@ -117,6 +126,9 @@ class CudaAttention:
         is_usual = share == 1 and not (rule.cap or rule.latent)
         if chained and is_usual and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
+        if chained and is_usual and self._can_unpack_ahead(q, k_cache, v_cache):
+            out = self._chain_coded(q, k_cache, v_cache, batch, rule)
+            return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
@@ -168,6 +180,53 @@ class CudaAttention:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
+
+    def _can_unpack_ahead(self, q: Tensor, *caches: Tensor) -> bool:
+        """Return whether the kernel of Hopper's serves that unpacks rows of these codes for these heads."""
+        is_known = all(cache.dtype in CODE_KINDS for cache in caches)
+        return self.hopper and is_known and q.dtype == torch.bfloat16 and q.shape[2] in CODED_AHEAD
+
+    def _chain_coded(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
+        out = torch.empty_like(q)
+        _, heads, head = q.shape
+        slots, kv, capacity = cache_sizes(k_cache, batch)
+        group = heads // kv
+        options = CODED_AHEAD[head]
+        consumers = options["CONSUMERS"]
+        at_once = 64 * consumers
+        parts = group // gcd(group, at_once)
+        tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
+        launch(
+            hopper_codes.attend_coded_chain,
+            (len(tiles) * parts * kv,),
+            q,
+            *(as_bytes(cache).view(torch.int32) for cache in (k_cache, v_cache)),
+            tiles,
+            out,
+            batch.positions if batch.pages is None else batch.pages,  # never read without
+            capacity,
+            len(tiles),
+            head**-0.5 * LOG2_E,
+            self._usual if rule.sinks is None else rule.sinks,  # never read without
+            HEAD=head,
+            HEADS=heads,
+            KV=kv,
+            GROUP=group,
+            PARTS=parts,
+            SPLIT=SPLIT,
+            BLOCK_N=KV_TILE,
+            **options,
+            KINDS=tuple(CODE_KINDS[cache.dtype] for cache in (k_cache, v_cache)),
+            APART=k_cache.stride(2) // 4,
+            NUMBERS=shared_layout((KV_TILE, head), torch.bfloat16),
+            WORDS=word_layout(),
+            PAGE=page_size(k_cache, batch),
+            WINDOW=rule.window,
+            SINKS=rule.sinks is not None,
+            enable_fp_fusion=False,
+            **self._options(4 if consumers == 2 else 8),
+        )
+        return out
 
     def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
         out = torch.empty_like(q)

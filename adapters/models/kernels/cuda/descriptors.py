@@ -53,6 +53,12 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     return gl.NVMMASharedLayout.get_default_for([*block], number)
 
 
+@cache
+def word_layout() -> gl.NVMMASharedLayout:
+    """Return the layout of a block of int32 in which every byte lies where `shared_layout` has it."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+
+
 def launch_options(warps: int, pdl: bool | None) -> dict[str, Any]:
     """Return the options of every launch. pdl: the kernel may start while the one before it drains (programmatic
     dependent launch).

@@ -43,6 +43,13 @@ def _multiply_keys(q, k_ring, k_come, number, nothing, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _scale_columns(numbers, scales, number, STAGES: gl.constexpr):
+    """Multiply scores or weights of tile `number` with the scales of coded keys or values, one for each column."""
+    found = scales.index(number % STAGES).load(gl.SliceLayout(0, numbers.type.layout))
+    return numbers * found[None, :]
+
+
+@gluon.jit
 def _open_or_fade(number, acc, fade, ended, folded, OF_SPLIT: gl.constexpr):
     """Prepare the sums for the values of tile `number`: fold the split that has ended before it, or fade the sums."""
     all_acc, all_peak, all_total = folded
@@ -67,6 +74,7 @@ def _walk(
     q,
     k_ring,
     v_ring,
+    scales,
     bars,
     position,
     scale,
@@ -75,6 +83,7 @@ def _walk(
     OF_SPLIT: gl.constexpr,
     WINDOW: gl.constexpr,
     MASKED: gl.constexpr,
+    CODED: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
@@ -83,6 +92,7 @@ def _walk(
 
     p: the weights of tile n. acc: the sums up to tile n - 1, and `fade` is how much of them is left in tile n. sums:
     peak and total up to tile n. ended: peak and total of the split before. folded: the splits before that one.
+    scales: where rows are coded, the rings of the scales of keys and of values.
     """
     k_come, k_free, v_come, v_free = bars
     BLOCK_N: gl.constexpr = k_ring.shape[1]
@@ -95,6 +105,8 @@ def _walk(
         values = v_ring.index(number % V_STAGES)
         adding = warpgroup_mma(p, values, acc, use_acc=tile % OF_SPLIT > 0, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
+        if CODED:
+            scores = _scale_columns(scores, scales[0], number + 1, K_STAGES)
         mbarrier.arrive(k_free.index((number + 1) % K_STAGES), count=1)
         ended = sums
         ends = (tile + 1) % OF_SPLIT == 0
@@ -103,8 +115,12 @@ def _walk(
         key0 = (tile + 1) * BLOCK_N
         weights, fade, peak, total = _weigh_scores(scores, MASKED, key0, position, peak, total, scale, WINDOW)
         sums = (peak, total)
+        if CODED:
+            mbarrier.wait(v_come.index((number + 1) % V_STAGES), (number + 1) // V_STAGES & 1)
+            weights = _scale_columns(weights, scales[1], number + 1, V_STAGES)
         coming = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
-        mbarrier.wait(v_come.index((number + 1) % V_STAGES), (number + 1) // V_STAGES & 1)
+        if not CODED:
+            mbarrier.wait(v_come.index((number + 1) % V_STAGES), (number + 1) // V_STAGES & 1)
         acc, p, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p, coming))
         mbarrier.arrive(v_free.index(number % V_STAGES), count=1)
         p = coming
@@ -118,6 +134,7 @@ def _consume(
     sinks_ptr,
     k_ring,
     v_ring,
+    scales,
     queries,
     bars,
     tile_rows,
@@ -132,6 +149,7 @@ def _consume(
     COLUMNS: gl.constexpr,
     WINDOW: gl.constexpr,
     SINKS: gl.constexpr,
+    CODED: gl.constexpr = False,
 ):
     """Compute consumer NUMBER's part of a tile.
 
@@ -175,11 +193,15 @@ def _consume(
         no_total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
         begun = _multiply_keys(q, k_ring, k_come, 0, nothing, K_STAGES)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
+        if CODED:
+            scores = _scale_columns(scores, scales[0], 0, K_STAGES)
         mbarrier.arrive(k_free.index(0), count=1)
         key0 = low * BLOCK_N
         weights, fade, peak, total = _weigh_scores(scores, True, key0, position, no_peak, no_total, scale, WINDOW)
-        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(v_come.index(0), 0)
+        if CODED:
+            weights = _scale_columns(weights, scales[1], 0, V_STAGES)
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         sums = (peak, total)
         ended = (no_peak, no_total)
         folded = (acc, no_peak, no_total)
@@ -187,25 +209,25 @@ def _consume(
         clear = gl.minimum(gl.maximum((begin + 1) // BLOCK_N - 1 - low, 0), end)  # the last steps are masked
         opening = 0
         if WINDOW > 0:  # so are the first ones, of whose keys some rows do not see all
-            if lowest > key0:
+            if not CODED and lowest > key0:
                 _forget(v_ring.index(0), BLOCK_N, 4 * COLUMNS, lowest - key0)
             edge = _lowest_key(gl.minimum(first + (begins + BLOCK_M - 1) // GROUP, last), WINDOW)
             opening = gl.minimum(gl.maximum(gl.cdiv(edge, BLOCK_N) - 1 - low, 0), clear)
             p, acc, fade, sums, ended, folded = _walk(
-                0, opening, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, low, SCORES,
-                OF_SPLIT, WINDOW, True, K_STAGES, V_STAGES,
+                0, opening, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position, scale, low,
+                SCORES, OF_SPLIT, WINDOW, True, CODED, K_STAGES, V_STAGES,
             )  # fmt: skip
         p, acc, fade, sums, ended, folded = _walk(
-            opening, clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, low, SCORES,
-            OF_SPLIT, WINDOW, False, K_STAGES, V_STAGES,
+            opening, clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position, scale, low,
+            SCORES, OF_SPLIT, WINDOW, False, CODED, K_STAGES, V_STAGES,
         )  # fmt: skip
         p, acc, fade, sums, ended, folded = _walk(
-            clear, end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, low, SCORES,
-            OF_SPLIT, WINDOW, True, K_STAGES, V_STAGES,
+            clear, end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position, scale, low,
+            SCORES, OF_SPLIT, WINDOW, True, CODED, K_STAGES, V_STAGES,
         )  # fmt: skip
         acc, folded = _open_or_fade(low + end, acc, fade, ended, folded, OF_SPLIT)
         values = v_ring.index(end % V_STAGES)
-        if (low + tiles) * BLOCK_N > last + 1:
+        if not CODED and (low + tiles) * BLOCK_N > last + 1:
             least = lowest - (low + end) * BLOCK_N if WINDOW > 0 else 0
             _forget(values, last - (low + end) * BLOCK_N, 4 * COLUMNS, least)
         adding = warpgroup_mma(p, values, acc, use_acc=(low + end) % OF_SPLIT > 0, is_async=True)
@@ -299,14 +321,14 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, 0, queries, bars, tile_rows, kv_head,
                         scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, 0, queries, bars, tile_rows, kv_head,
                         scale, 1, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
@@ -327,7 +349,7 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, queries, bars, tile_rows, kv_head,
+                        q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, 0, queries, bars, tile_rows, kv_head,
                         scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS,
                     ),
                 ),
