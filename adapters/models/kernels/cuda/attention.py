@@ -124,10 +124,9 @@ class CudaAttention:
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
         is_usual = share == 1 and not (rule.cap or rule.latent)
-        if chained and is_usual and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
-            return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
-        if chained and is_usual and self._can_unpack_ahead(q, k_cache, v_cache):
-            out = self._chain_coded(q, k_cache, v_cache, batch, rule)
+        can_chain = self._can_run_ahead(q, k_cache, CHAIN_AHEAD) or self._can_unpack_ahead(q, k_cache, v_cache)
+        if chained and is_usual and can_chain:
+            out = self._chain_ahead(q, k_cache, v_cache, batch, rule)
             return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
@@ -186,63 +185,31 @@ class CudaAttention:
         is_known = all(cache.dtype in CODE_KINDS for cache in caches)
         return self.hopper and is_known and q.dtype == torch.bfloat16 and q.shape[2] in CODED_AHEAD
 
-    def _chain_coded(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
-        out = torch.empty_like(q)
-        _, heads, head = q.shape
-        slots, kv, capacity = cache_sizes(k_cache, batch)
-        group = heads // kv
-        options = CODED_AHEAD[head]
-        consumers = options["CONSUMERS"]
-        at_once = 64 * consumers
-        parts = group // gcd(group, at_once)
-        tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
-        launch(
-            hopper_codes.attend_coded_chain,
-            (len(tiles) * parts * kv,),
-            q,
-            *(as_bytes(cache).view(torch.int32) for cache in (k_cache, v_cache)),
-            tiles,
-            out,
-            batch.positions if batch.pages is None else batch.pages,  # never read without
-            capacity,
-            len(tiles),
-            head**-0.5 * LOG2_E,
-            self._usual if rule.sinks is None else rule.sinks,  # never read without
-            HEAD=head,
-            HEADS=heads,
-            KV=kv,
-            GROUP=group,
-            PARTS=parts,
-            SPLIT=SPLIT,
-            BLOCK_N=KV_TILE,
-            **options,
-            KINDS=tuple(CODE_KINDS[cache.dtype] for cache in (k_cache, v_cache)),
-            APART=k_cache.stride(2) // 4,
-            NUMBERS=shared_layout((KV_TILE, head), torch.bfloat16),
-            WORDS=word_layout(),
-            PAGE=page_size(k_cache, batch),
-            WINDOW=rule.window,
-            SINKS=rule.sinks is not None,
-            enable_fp_fusion=False,
-            **self._options(4 if consumers == 2 else 8),
-        )
-        return out
-
     def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
         out = torch.empty_like(q)
         _, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
+        caches = (k_cache, v_cache)
         group = heads // kv
-        options = CHAIN_AHEAD[head]
+        if format_of(k_cache).is_coded:
+            kernel, options = hopper_codes.attend_coded_chain, CODED_AHEAD[head]
+            rows: tuple[Any, ...] = tuple(as_bytes(cache).view(torch.int32) for cache in caches)
+            described = {"KINDS": tuple(CODE_KINDS[cache.dtype] for cache in caches), "APART": k_cache.stride(2) // 4}
+            tile = (KV_TILE, head)
+            described |= {"TILE": tile, "NUMBERS": shared_layout(tile, q.dtype), "WORDS": word_layout()}
+        else:
+            kernel, options = hopper_chain.attend_chain_ahead, CHAIN_AHEAD[head]
+            rows = tuple(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches)
+            described = {}
         consumers = options["CONSUMERS"]
         at_once = 64 * consumers  # heads of a program
         parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
         tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
         launch(
-            hopper_chain.attend_chain_ahead,
+            kernel,
             (len(tiles) * parts * kv,),
             q,
-            *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in (k_cache, v_cache)),
+            *rows,
             tiles,
             out,
             batch.positions if batch.pages is None else batch.pages,  # never read without
@@ -256,6 +223,7 @@ class CudaAttention:
             PARTS=parts,
             SPLIT=SPLIT,
             **options,
+            **described,
             PAGE=page_size(k_cache, batch),
             WINDOW=rule.window,
             SINKS=rule.sinks is not None,

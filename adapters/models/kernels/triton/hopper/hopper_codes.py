@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_attention import _lowest_key
-from adapters.models.kernels.triton.hopper.hopper_chain import BLOCK_M, _consume
+from adapters.models.kernels.triton.hopper.hopper_consumers import BLOCK_M, consume_tiles
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
 
 INT8 = gl.constexpr(1)  # kinds of rows
@@ -110,7 +110,9 @@ def _join_pairs(first, second):
 
 
 @gluon.jit
-def _take_tile(words_ptr, row, low, high, ROWS: gl.constexpr, HEAD: gl.constexpr, KIND: gl.constexpr, APART: gl.constexpr):
+def _take_tile(
+    words_ptr, row, low, high, ROWS: gl.constexpr, HEAD: gl.constexpr, KIND: gl.constexpr, APART: gl.constexpr
+):
     """Load the words of a tile's codes `[ROWS, words]` and its scales, which stand behind them as one more word.
 
     row: the first one of the tile. low, high: rows of the tile that are seen lie between; others are zeros. APART: the
@@ -219,19 +221,18 @@ def attend_coded_chain(
     tile_limit,
     scale,
     sinks_ptr,
-    HEAD: gl.constexpr,
     HEADS: gl.constexpr,
     KV: gl.constexpr,
     GROUP: gl.constexpr,
     PARTS: gl.constexpr,
     SPLIT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     KINDS: gl.constexpr,
     APART: gl.constexpr,
+    TILE: gl.constexpr,
     NUMBERS: gl.constexpr,
     WORDS: gl.constexpr,
     PDL: gl.constexpr,
@@ -242,9 +243,12 @@ def attend_coded_chain(
 ):
     """Do the same as `hopper_chain.attend_chain_ahead` over rows of codes.
 
-    k_words, v_words: keys and values as int32, APART from a row to the next. KINDS: what their codes are. NUMBERS,
-    WORDS: layouts of a tile in shared memory as bfloat16 and as int32, which agree about every byte.
+    k_words, v_words: keys and values as int32, APART from a row to the next. KINDS: what their codes are. TILE:
+    keys of a tile, and numbers of a head. NUMBERS, WORDS: layouts of a tile in shared memory as bfloat16 and as int32,
+    which agree about every byte.
     """
+    BLOCK_N: gl.constexpr = TILE[0]
+    HEAD: gl.constexpr = TILE[1]
     OF_PART: gl.constexpr = CONSUMERS * BLOCK_M
     COLUMNS: gl.constexpr = num_warps // 4
     gl.static_assert(PAGE % BLOCK_N == 0)
@@ -289,14 +293,14 @@ def attend_coded_chain(
         gl.warp_specialize(
             [
                 (
-                    _consume,
+                    consume_tiles,
                     (
                         q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, scales, queries, bars, tile_rows,
                         kv_head, scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS, True,
                     ),
                 ),
                 (
-                    _consume,
+                    consume_tiles,
                     (
                         q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, scales, queries, bars, tile_rows,
                         kv_head, scale, 1, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS, True,
@@ -317,7 +321,7 @@ def attend_coded_chain(
         gl.warp_specialize(
             [
                 (
-                    _consume,
+                    consume_tiles,
                     (
                         q_ptr, out_ptr, sinks_ptr if SINKS else 0, k_ring, v_ring, scales, queries, bars, tile_rows,
                         kv_head, scale, 0, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS, WINDOW, SINKS, True,
