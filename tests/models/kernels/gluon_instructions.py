@@ -74,13 +74,26 @@ def widen_e4m3(pair: Tensor) -> Tensor:
     return join_halves(*parts)
 
 
+def add_pairs(a: Tensor, b: Tensor) -> Tensor:
+    parts = zip(*(as_halves(one, torch.bfloat16) for one in (a, b)), strict=True)
+    return join_halves(*((x + y).float().bfloat16() for x, y in parts))
+
+
+def multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
+    parts = zip(*(as_halves(one, torch.bfloat16) for one in (a, b)), strict=True)
+    return join_halves(*((x * y).float().bfloat16() for x, y in parts))
+
+
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": pick_bytes,
     "lop3.b32": combine_bits,
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
+    "shl.b32": lambda a, b: a << b & ALL,
     "shr.u32": lambda a, b: a >> b,
+    "add.rn.bf16x2": add_pairs,
+    "mul.rn.bf16x2": multiply_pairs,
     "shf.r.wrap.b32": lambda low, high, count: ((high << 32 | low) >> count) & ALL,
     "fma.rn.bf16x2": multiply_add,
     "cvt.rn.bf16x2.f32": round_to_pair,

@@ -126,8 +126,9 @@ class SharedMemory:
     def permute(self, order: tuple[int, ...]) -> SharedMemory:
         return SharedMemory(self.data.permute(order))
 
-    def _reinterpret(self, *_: Any) -> SharedMemory:
-        return self
+    def _reinterpret(self, dtype: Any, *_: Any) -> SharedMemory:
+        """The same memory, as numbers of another type."""
+        return SharedMemory(self.data.view(find_dtype(dtype)))
 
     def load(self, _layout: Any) -> Any:
         return block(self.data.clone())

@@ -95,10 +95,11 @@ def attend(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend as `attention.attend_chain` does, for rows `[M, HEAD]` at such positions and all keys of one head.
 
-    sinks: of each row.
+    sinks: of each row. scales: of keys and of values, float32 `[keys]`, where both are codes.
     """
     last = int(position.max())
     lowest = max(0, int(position.min()) - window + 1) if window else 0
@@ -110,6 +111,8 @@ def attend(
             key = torch.arange(key0, key0 + TILE)
             values = torch.where(((key >= lowest) & (key <= last))[:, None], v[key], 0.0)
             scores = multiply(q, k[key].T, torch.zeros(len(q), TILE))
+            if scales is not None:
+                scores = scores * scales[0][key]
             seen = key <= position[:, None]
             if window:
                 seen &= key > position[:, None] - window
@@ -119,6 +122,8 @@ def attend(
             weights = exp2(fma(scores, block(torch.full(scores.shape, scale)), -spread))
             fade = exp2(peak - new_peak)
             total = fma(total, fade, add_up(weights, 1))
+            if scales is not None:
+                weights = weights * scales[1][key]
             acc = multiply(weights.to(BF16), values, acc * fade[:, None])
             peak = new_peak
         folded = fold(folded, acc, peak, total)
@@ -342,7 +347,7 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
         if bar.count == 1:  # both consumers free a slot, and one warp fills it
             wait_for(bar, phase)
 
-    monkeypatch.setattr(chain.mbarrier, "wait", wait_for_loads_only)
+    monkeypatch.setattr(chain.fill_rings.__globals__["mbarrier"], "wait", wait_for_loads_only)
     found = []
     for seed in range(5):
         out = torch.zeros(q.shape, dtype=BF16)

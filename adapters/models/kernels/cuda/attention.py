@@ -124,10 +124,8 @@ class CudaAttention:
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
         is_usual = share == 1 and not (rule.cap or rule.latent)
-        can_chain = self._can_run_ahead(q, k_cache, CHAIN_AHEAD) or self._can_unpack_ahead(q, k_cache, v_cache)
-        if chained and is_usual and can_chain:
-            out = self._chain_ahead(q, k_cache, v_cache, batch, rule)
-            return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
+        if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
+            return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
@@ -180,10 +178,11 @@ class CudaAttention:
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
 
-    def _can_unpack_ahead(self, q: Tensor, *caches: Tensor) -> bool:
-        """Return whether the kernel of Hopper's serves that unpacks rows of these codes for these heads."""
-        is_known = all(cache.dtype in CODE_KINDS for cache in caches)
-        return self.hopper and is_known and q.dtype == torch.bfloat16 and q.shape[2] in CODED_AHEAD
+    def _can_chain_ahead(self, q: Tensor, *caches: Tensor) -> bool:
+        """Return whether a kernel of Hopper's serves chains of such rows: numbers, or codes that it can unpack."""
+        if all(cache.dtype in CODE_KINDS for cache in caches):
+            return self.hopper and q.dtype == torch.bfloat16 and q.shape[2] in CODED_AHEAD
+        return self._can_run_ahead(q, caches[0], CHAIN_AHEAD)
 
     def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
         out = torch.empty_like(q)
@@ -230,7 +229,7 @@ class CudaAttention:
             enable_fp_fusion=False,
             **self._options(4 if consumers == 2 else 8),
         )
-        return out
+        return turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int

@@ -53,7 +53,8 @@ def _number_int8(word):
 def _number_fp8(word):
     """Return the four codes (e4m3) of each word as two words of two bfloat16 each.
 
-    The bits of a code become those of a bfloat16 whose exponent is too small by 120. The product with 2 ** 120 is exact.
+    The bits of a code become those of a bfloat16 whose exponent is too small by 120. The product with 2 ** 120 is
+    exact.
     """
     return gl.inline_asm_elementwise(
         """
@@ -62,11 +63,11 @@ def _number_fp8(word):
         mov.b32 e, 0x7b807b80;
         prmt.b32 a, $2, 0, 0x1404;
         prmt.b32 b, $2, 0, 0x3424;
-        shr.b32 c, a, 4;
+        shr.u32 c, a, 4;
         and.b32 c, c, 0x07f007f0;
         lop3.b32 d, a, 0x80008000, c, 0xea;
         mul.rn.bf16x2 $0, d, e;
-        shr.b32 c, b, 4;
+        shr.u32 c, b, 4;
         and.b32 c, c, 0x07f007f0;
         lop3.b32 d, b, 0x80008000, c, 0xea;
         mul.rn.bf16x2 $1, d, e;
@@ -93,10 +94,10 @@ def _number_int4(word):
         shl.b32 c, b, 1;
         lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
         add.rn.bf16x2 $1, c, e;
-        shr.b32 c, a, 3;
+        shr.u32 c, a, 3;
         lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
         add.rn.bf16x2 $2, c, e;
-        shr.b32 c, b, 3;
+        shr.u32 c, b, 3;
         lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
         add.rn.bf16x2 $3, c, e;
         }
@@ -268,8 +269,8 @@ def attend_coded_chain(
     tiles = gl.where(begins < count * GROUP, gl.maximum(gl.cdiv(last + 1, BLOCK_N) - low, 1), 0)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES, BLOCK_N, HEAD], NUMBERS)
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, BLOCK_N, HEAD], NUMBERS)
-    k_halves = k_ring._reinterpret(gl.int32, [K_STAGES, BLOCK_N, HEAD // 2], WORDS)
-    v_halves = v_ring._reinterpret(gl.int32, [V_STAGES, BLOCK_N, HEAD // 2], WORDS)
+    k_halves = k_ring._reinterpret(gl.int32, [K_STAGES, BLOCK_N, HEAD // 2], WORDS)  # noqa: SLF001 - there is no other name
+    v_halves = v_ring._reinterpret(gl.int32, [V_STAGES, BLOCK_N, HEAD // 2], WORDS)  # noqa: SLF001
     queries = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, BLOCK_M, HEAD], NUMBERS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scales = (
