@@ -16,8 +16,10 @@ vendor/, with `-DGGML_CUDA=ON` for a GPU). The weights are written as a GGUF fil
 of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in folders that --vllm-path names; it loads
 the same folder as we do. --vllm-exact adds it once more in the mode where its answers do not depend on batches. 8b
 means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
-Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Our
-server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory"
+Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Shapes
+of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of its own then. --packing writes the 8b
+shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked:
+vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, as it may not take the rest of the memory. Our server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory"
 is what a server and its processes have in memory in the end, each with its share of common pages. "ready again" is the
 same command once more, when our server finds what the first one kept. Another checkout needs its products compiled
 (`python hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
@@ -39,7 +41,7 @@ from benchmarks.first_requests import SHAPES
 from benchmarks.packed_folders import LISTERS
 from benchmarks.peer_load import MEMORY, ask_cold, ask_streams, parse_numbers
 from benchmarks.peer_models import DRAWN, HYBRID, make_servers, name_subject
-from benchmarks.peer_servers import Contender, listen, start_all
+from benchmarks.peer_servers import POLL_S, Contender, listen, start_all
 from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.tables import median, print_table
 from engine.tools.bench.bench_options import parse_lengths
@@ -83,6 +85,9 @@ def measure_together(servers: Mapping[str, Contender], scratch: Path, given: arg
     """Measure streams and cold prompts in turn, of servers that are started at the same moment and stay there."""
     found: Rounds = {name: [] for name in servers}
     with start_all(servers, *compute_size(given), scratch) as urls:
+        print("ready", {name: round(ready, 2) for name, (_, ready) in urls.items()}, flush=True)
+        while given.wait_for and not given.wait_for.exists():
+            time.sleep(POLL_S)
         for _ in range(given.rounds):
             for name, (url, ready) in urls.items():
                 figures = {"ready, s": ready} | ask_streams(url, given) | ask_cold(url, given)
@@ -240,6 +245,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--once", action="store_true", help="start each server once, for the parts streams and cold")
     parser.add_argument("--together", action="store_true", help="with --once, all of them at the same moment")
+    parser.add_argument("--wait-for", type=Path, help="with --together, ask nothing before this file is there")
     parser.add_argument("--temperature", default="0")
     parser.add_argument("--slots", type=int, default=2, help="of the server that is asked the lengths")
     parser.add_argument("--sessions", type=int, default=16, help="agents that begin together")

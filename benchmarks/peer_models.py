@@ -20,10 +20,12 @@ from tests.models.ggufs import Kind, packed, write_gguf
 DEMO = ROOT / "adapters" / "demo"
 HYBRID, HYBRID_LAYERS = "hybrid-27b", 64  # the shape whose weights are drawn, and the layers that it has
 # Shapes of `benchmarks.family_speeds`: what vLLM calls each, and what its config.json says besides.
+# Newer transformers refuse to say how wide heads are where layers differ, which vLLM asks.
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "allow_global_per_layer_attribute_access": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
-    "gemma4-26b-a4b": {"architectures": ["Gemma4ForCausalLM"]},
-    "gemma4-31b": {"architectures": ["Gemma4ForCausalLM"]},
+    "gemma4-26b-a4b": GEMMA4,
+    "gemma4-31b": GEMMA4,
 }
 # To try the benchmark itself.
 FAMILIES |= {"small-gpt-oss": FAMILIES["gpt-oss-20b"], "small-gemma": FAMILIES["gemma4-31b"]}
