@@ -19,10 +19,11 @@ means random weights of an 8B model's shape, on CUDA, and files in DIR are used 
 Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Shapes
 of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of its own then. --packing writes the 8b
 shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked:
-vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, as it may not take the rest of the memory. Our server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory"
-is what a server and its processes have in memory in the end, each with its share of common pages. "ready again" is the
-same command once more, when our server finds what the first one kept. Another checkout needs its products compiled
-(`python hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
+vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, as it may not take the rest of the memory. Our server has
+as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a
+server and its processes have in memory in the end, each with its share of common pages. "ready again" is the same
+command once more, when our server finds what the first one kept. Another checkout needs its products compiled (`python
+hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
 """
 
 from __future__ import annotations
