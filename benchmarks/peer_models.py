@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from benchmarks.first_requests import checkpoint, checkpoint_texts
 from benchmarks.packed_folders import write_folder
 from benchmarks.peer_servers import DRAWN_MODULE, ROOT, Contender, serve_llama, serve_ours, serve_vllm
 from benchmarks.results import name_shape
-from tests.models.ggufs import Kind, packed, write_gguf
+from tests.models.ggufs import packed, write_gguf
 
 DEMO = ROOT / "adapters" / "demo"
 HYBRID, HYBRID_LAYERS = "hybrid-27b", 64  # the shape whose weights are drawn, and the layers that it has

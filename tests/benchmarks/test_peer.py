@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import peer, peer_load
 from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
-from benchmarks.peer_models import DEMO
+from benchmarks.peer_models import DEMO, name_subject
 from benchmarks.peer_servers import (
     ROOT,
     VLLM_ENVIRONMENT,
@@ -181,7 +181,7 @@ def test_a_file_of_a_shape_is_named_after_its_mix() -> None:
     file = Path("/models/8b-Q4_K_M.gguf")
 
     def name(shape: str, file: Path | None = None, packing: str = "", layers: int = 0) -> str:
-        return peer.name_subject(argparse.Namespace(file=file, shape=shape, packing=packing, layers=layers))
+        return name_subject(argparse.Namespace(file=file, shape=shape, packing=packing, layers=layers))
 
     assert name("8b", file) == "8B shape in Q4_K_M"
     assert name("demo", file) == "8b-Q4_K_M"
