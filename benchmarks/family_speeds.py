@@ -165,7 +165,7 @@ SHAPES = {
         experts=MXFP4,
     ),
     # To try the benchmark itself.
-    "small": PublishedShape(
+    "small-gpt-oss": PublishedShape(
         {
             **GPT_OSS,
             "vocab_size": 4096,

@@ -357,8 +357,8 @@ def describe_memory(given: argparse.Namespace) -> str:
     """Return how weights and rows are kept, for the subject of figures."""
     if not given.gib:
         return str(given.weights)
-    draft = " and its draft" if given.draft else ""
-    return f"{given.weights} with {given.kv_dtype} rows{draft} in {given.gib:g} GiB"
+    draft = ", draft" if given.draft else ""
+    return f"{given.weights.upper()}, {given.kv_dtype} rows{draft}, {given.gib:g} GiB"
 
 
 def make_figures(found: Mapping[str, Any], given: argparse.Namespace) -> list[Figure]:

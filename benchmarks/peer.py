@@ -16,49 +16,41 @@ vendor/, with `-DGGML_CUDA=ON` for a GPU). The weights are written as a GGUF fil
 of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in folders that --vllm-path names; it loads
 the same folder as we do. --vllm-exact adds it once more in the mode where its answers do not depend on batches. 8b
 means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
-Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Our
-server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory"
-is what a server and its processes have in memory in the end, each with its share of common pages. "ready again" is the
-same command once more, when our server finds what the first one kept. Another checkout needs its products compiled
-(`python hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
+Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Shapes
+of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of its own then. --packing writes the 8b
+shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked:
+vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, as it may not take the rest of the memory. Our server has
+as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a
+server and its processes have in memory in the end, each with its share of common pages. "ready again" is the same
+command once more, when our server finds what the first one kept. Another checkout needs its products compiled (`python
+hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
-import torch
-
 from benchmarks.agents_load import Workload, ask_in_turn, run_agents
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget
-from benchmarks.first_requests import SHAPES, checkpoint, checkpoint_texts
-from benchmarks.peer_load import ask_cold, ask_streams, parse_numbers
-from benchmarks.peer_servers import (
-    DRAWN_MODULE,
-    ROOT,
-    Contender,
-    listen,
-    serve_llama,
-    serve_ours,
-    serve_vllm,
-)
-from benchmarks.results import Figure, Goal, name_shape, publish, slug
+from benchmarks.first_requests import SHAPES
+from benchmarks.packed_folders import LISTERS
+from benchmarks.peer_load import MEMORY, ask_cold, ask_streams, parse_numbers
+from benchmarks.peer_models import DRAWN, HYBRID, make_servers, name_subject
+from benchmarks.peer_servers import POLL_S, Contender, listen, start_all
+from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.tables import median, print_table
 from engine.tools.bench.bench_options import parse_lengths
 from engine.tools.bench.bench_prompts import LoadPrompt, draw_tokens, make_random
-from tests.models.ggufs import Kind, packed, write_gguf
 
-DEMO, MARGIN = ROOT / "adapters" / "demo", 256  # rows that what is sent may take besides
+MARGIN = 256  # rows that what is sent may take besides
 PARTS = ("streams", "cold", "agents", "restart")
-HYBRID, HYBRID_LAYERS = "hybrid-27b", 64  # the shape whose weights are drawn, and the layers that it has
+Rounds: TypeAlias = dict[str, list[dict[str, float]]]  # of each server
 
 
 def measure_streams(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
@@ -80,9 +72,50 @@ def measure_cold(server: Contender, home: Path, given: argparse.Namespace) -> di
 def measure_once(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
     """Measure the streams and the cold prompts of one server, which is started once."""
     found = dict[str, float]()
-    longest = max(given.prompts, *parse_numbers(given.lengths)) + given.answers + MARGIN
-    with listen(server, max(parse_numbers(given.levels)), longest, home) as (url, found["ready, s"]):
+    with listen(server, *compute_size(given), home) as (url, found["ready, s"]):
         return found | ask_streams(url, given) | ask_cold(url, given)
+
+
+def compute_size(given: argparse.Namespace) -> tuple[int, int]:
+    """Return the sequences and the rows of each that streams and cold prompts need."""
+    longest = max(given.prompts, *parse_numbers(given.lengths)) + given.answers + MARGIN
+    return max(parse_numbers(given.levels)), longest
+
+
+def measure_together(servers: Mapping[str, Contender], scratch: Path, given: argparse.Namespace) -> Rounds:
+    """Measure streams and cold prompts in turn, of servers that are started at the same moment and stay there."""
+    found: Rounds = {name: [] for name in servers}
+    with start_all(servers, *compute_size(given), scratch) as urls:
+        print("ready", {name: round(ready, 2) for name, (_, ready) in urls.items()}, flush=True)
+        while given.wait_for and not given.wait_for.exists():
+            time.sleep(POLL_S)
+        for _ in range(given.rounds):
+            for name, (url, ready) in urls.items():
+                figures = {"ready, s": ready} | ask_streams(url, given) | ask_cold(url, given)
+                # It is that of all servers.
+                del figures[MEMORY]
+                found[name].append(figures)
+                print_found(name, figures)
+    return found
+
+
+def measure_in_turn(servers: Mapping[str, Contender], scratch: Path, given: argparse.Namespace) -> Rounds:
+    """Measure all parts of each server, of which one runs at a time."""
+    rounds: Rounds = {name: [] for name in servers}
+    for _ in range(given.rounds):
+        for name, server in servers.items():
+            home = scratch / name
+            home.mkdir(exist_ok=True)
+            found = dict[str, float]()
+            for measure in [measure_once] if given.once else [MEASURES[part] for part in given.parts.split(",")]:
+                found |= measure(server, home, given)
+            rounds[name].append(found)
+            print_found(name, found)
+    return rounds
+
+
+def print_found(name: str, found: Mapping[str, float]) -> None:
+    print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
 
 
 def measure_agents(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
@@ -115,65 +148,6 @@ def measure_restart(server: Contender, home: Path, given: argparse.Namespace) ->
 MEASURES = {"streams": measure_streams, "cold": measure_cold, "agents": measure_agents, "restart": measure_restart}
 
 
-def name_subject(given: argparse.Namespace) -> str:
-    """Return the name of what is served. A file of a shape is named after the mix of types at the end of its name."""
-    if given.file is None:
-        return name_shape(given.shape)
-    _, _, mix = given.file.stem.rpartition("-")
-    return given.file.stem if given.shape == "demo" else f"{name_shape(given.shape)} in {mix}"
-
-
-def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
-    """Pack a tensor as `packed` does, but faster, because there are many gigabytes of them."""
-    if data.ndim == 1:
-        return packed(name, data, kind)
-    return torch.from_numpy(data).bfloat16().view(torch.uint8).numpy(), Kind.BF16
-
-
-def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
-    model = given.file or (DEMO if given.shape == "demo" else folder / "model")
-    if given.shape == HYBRID:
-        return make_drawn_servers(given, folder)
-    if not model.exists():
-        checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
-    sized = given.shape != "demo" and not given.defaults
-    flags = tuple(shlex.split(given.flags))
-    found = dict[str, Contender]()
-    for name, tree in (("ours", ROOT), ("before", given.before)):
-        if tree is not None:
-            found[name] = serve_ours(model, tree, ("--draft", "none", *flags), sized=sized)
-            if model == DEMO:
-                found[f"{name}, draft"] = serve_ours(model, tree, flags, sized=sized)
-    if given.llama is not None:
-        file = given.file or folder / "model.gguf"
-        if not file.exists():
-            write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
-        device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", str(torch.get_num_threads()))
-        found["llama.cpp"] = serve_llama(given.llama, file, device)
-    if given.vllm:
-        how = (model, given.vllm, given.vllm_path, given.vllm_flags)
-        found["vLLM"] = serve_vllm(*how)
-        if given.vllm_exact:
-            found["vLLM exact"] = serve_vllm(*how, exact=True)
-    return found
-
-
-def make_drawn_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
-    """Our server and that of another checkout, each of a hybrid whose weights are drawn when it starts."""
-    from benchmarks.hybrid import VOCABULARY, config_of, holes, settings  # noqa: PLC0415 - it needs Triton
-
-    model, layers = folder / HYBRID, given.layers or HYBRID_LAYERS
-    if not model.exists():
-        holes(model, settings(layers), config_of(layers).tensors())
-        checkpoint_texts(model, VOCABULARY)
-    flags = ("--draft", "none", *shlex.split(given.flags))
-    trees = {"ours": ROOT} if given.before is None else {"ours": ROOT, "before": given.before}
-    return {
-        name: serve_ours(model, tree, flags, sized=not given.defaults, module=DRAWN_MODULE)
-        for name, tree in trees.items()
-    }
-
-
 LATE = 1.5  # times the median: the goal of the latest one percent of tokens
 HIGHER_IS_BETTER = {"tok/s", "%"}
 # What is compared: promise, subject, place, unit, and the name of the figure.
@@ -194,7 +168,8 @@ def list_stream_rows(given: argparse.Namespace) -> list[Row]:
     ]
     if not given.once:
         rows.append(("start", "ready, the same command again", "second", "s", "ready again, s"))
-    rows.append(("memory", "host memory", "served", "MB", "memory, MB"))
+    if not given.together:
+        rows.append(("memory", "host memory", "served", "MB", MEMORY))
     return rows
 
 
@@ -235,7 +210,7 @@ def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: 
             if rival is not None:
                 goal = Goal(at_least=1, against=rival) if unit in HIGHER_IS_BETTER else Goal(at_most=1, against=rival)
             peers = {peer: figures[name] for peer, figures in others}
-            shown_promise = "packed" if given.file and promise != "start" else promise
+            shown_promise = "packed" if (given.file or given.packing) and promise != "start" else promise
             made.append(Figure(shown_promise, f"{subject}, {what}", at, unit, ours[name], peers, goal))
     if "streams" in given.parts.split(","):
         level = given.levels.rpartition(",")[2]
@@ -256,8 +231,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--flags", default="", help="further options of our server")
     parser.add_argument("--defaults", action="store_true", help="our server chooses its slots and their length")
-    parser.add_argument("--shape", choices=["demo", HYBRID, *SHAPES], default="demo")
+    parser.add_argument("--shape", choices=["demo", *DRAWN, *SHAPES], default="demo")
     parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
+    parser.add_argument("--packing", choices=LISTERS, default="", help="weights are written packed")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
     parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
     parser.add_argument("--rounds", type=int, default=2)
@@ -269,6 +245,8 @@ def parse_options() -> argparse.Namespace:
         "--requests", type=int, default=0, help="of each stream, at least 4 a level; default: 4, at least 8"
     )
     parser.add_argument("--once", action="store_true", help="start each server once, for the parts streams and cold")
+    parser.add_argument("--together", action="store_true", help="with --once, all of them at the same moment")
+    parser.add_argument("--wait-for", type=Path, help="with --together, ask nothing before this file is there")
     parser.add_argument("--temperature", default="0")
     parser.add_argument("--slots", type=int, default=2, help="of the server that is asked the lengths")
     parser.add_argument("--sessions", type=int, default=16, help="agents that begin together")
@@ -282,8 +260,14 @@ def parse_options() -> argparse.Namespace:
         parser.error(f"--parts: {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS)}")
     if given.once and set(given.parts.split(",")) != {"streams", "cold"}:
         parser.error("--once: for --parts streams,cold")
+    if given.together and not given.once:
+        parser.error("--together: with --once")
+    if given.packing and (given.file or given.llama or given.shape not in SHAPES):
+        parser.error(f"--packing: for --shape {', '.join(SHAPES)}, without --file and --llama")
     if given.shape == HYBRID and (given.llama or given.vllm or given.file):
         parser.error(f"--shape {HYBRID}: only our server draws its weights; without --llama, --vllm and --file")
+    if given.shape in DRAWN and (given.llama or given.file):
+        parser.error(f"--shape {given.shape}: weights are drawn; without --llama and --file")
     if given.vllm and given.file:
         parser.error("--file: vLLM serves a folder of safetensors, not a GGUF file")
     return given
@@ -298,16 +282,8 @@ def main() -> None:
         if given.only_write:
             return
         versions = {name: server.find_version() for name, server in servers.items() if server.version}
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-        for _ in range(given.rounds):
-            for name, server in servers.items():
-                home = Path(scratch) / name
-                home.mkdir(exist_ok=True)
-                found = dict[str, float]()
-                for measure in [measure_once] if given.once else [MEASURES[part] for part in given.parts.split(",")]:
-                    found |= measure(server, home, given)
-                rounds[name].append(found)
-                print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
+        measure = measure_together if given.together else measure_in_turn
+        rounds = measure(servers, Path(scratch), given)
     medians = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
     first = next(iter(medians.values()))
     print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in first])

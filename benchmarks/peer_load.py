@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.peer_servers import ROOT, measure_memory
 
 FEWEST_REQUESTS = 4  # of a level, where --requests is given
+MEMORY = "memory, MB"  # the figure of what all servers that run have in host memory
 
 
 def run_bench_serve(url: str, *words: str) -> list[Mapping[str, Any]]:
@@ -38,7 +39,7 @@ def ask_streams(url: str, given: argparse.Namespace) -> dict[str, float]:
             found |= read_levels(run_bench_serve(url, *words, "--concurrency", str(level), "--requests", str(number)))
     else:
         found |= read_levels(run_bench_serve(url, *words, "--concurrency", given.levels))
-    return found | {"memory, MB": measure_memory()}
+    return found | {MEMORY: measure_memory()}
 
 
 def read_levels(levels: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -134,6 +135,24 @@ def listen(contender: Contender, sequences: int, rows: int, home: Path) -> Itera
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def start_all(
+    servers: Mapping[str, Contender], sequences: int, rows: int, scratch: Path
+) -> Iterator[dict[str, tuple[str, float]]]:
+    """Start servers at the same moment. Yields the address of each and the seconds that it took. Ends all afterwards.
+
+    scratch: that gets a folder for each.
+    """
+
+    def start(name: str) -> tuple[str, float]:
+        home = scratch / name
+        home.mkdir()
+        return stack.enter_context(listen(servers[name], sequences, rows, home))
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
+        yield dict(zip(servers, pool.map(start, servers), strict=True))
 
 
 def listen_to(command: Sequence[str], folder: Path, home: Path) -> AbstractContextManager[tuple[str, float]]:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import peer, peer_load
 from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
+from benchmarks.peer_models import DEMO, name_subject
 from benchmarks.peer_servers import (
     ROOT,
     VLLM_ENVIRONMENT,
@@ -75,6 +76,9 @@ def test_a_version_is_one_line_of_what_the_server_says() -> None:
         (["--parts", "agents,soon"], "soon"),
         (["--vllm", "python", "--file", "m.gguf"], "safetensors"),
         (["--once", "--parts", "streams"], "--once"),
+        (["--together"], "--once"),
+        (["--packing", "awq"], "--packing"),
+        (["--shape", "gpt-oss-20b", "--file", "m.gguf"], "drawn"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(
@@ -134,7 +138,7 @@ def test_a_few_failures_are_counted_and_many_end_the_run() -> None:
 
 def test_figures_compare_each_part_that_was_asked_for_with_the_peer() -> None:
     given = argparse.Namespace(
-        parts="agents,restart", lengths="512,2048", sessions=16, turns=6, file=None, levels="1", prompts=256
+        parts="agents,restart", lengths="512,2048", sessions=16, turns=6, levels="1", prompts=256, file=None, packing=""
     )
     names = [name for part in ("agents", "restart") for *_, name in peer.ROWS[part](given)]
     figures = {"ours": dict.fromkeys(names, 1.0), "vLLM": dict.fromkeys(names, 2.0)}
@@ -175,16 +179,44 @@ def test_each_level_has_requests_by_its_streams(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_file_of_a_shape_is_named_after_its_mix() -> None:
     file = Path("/models/8b-Q4_K_M.gguf")
-    assert peer.name_subject(argparse.Namespace(file=file, shape="8b")) == "8B shape in Q4_K_M"
-    assert peer.name_subject(argparse.Namespace(file=file, shape="demo")) == "8b-Q4_K_M"
-    assert peer.name_subject(argparse.Namespace(file=None, shape="8b")) == "8B shape"
+
+    def name(shape: str, file: Path | None = None, packing: str = "", layers: int = 0) -> str:
+        return name_subject(argparse.Namespace(file=file, shape=shape, packing=packing, layers=layers))
+
+    assert name("8b", file) == "8B shape in Q4_K_M"
+    assert name("demo", file) == "8b-Q4_K_M"
+    assert name("8b") == "8B shape"
+    assert name("8b", packing="awq") == "8B shape in AWQ"
+    assert name("gpt-oss-20b") == "gpt-oss-20b shape"
+    assert name("gemma4-31b", layers=12) == "gemma4-31b shape, 12 layers"
 
 
 def test_a_server_that_is_started_once_has_no_second_start() -> None:
-    given = argparse.Namespace(levels="1", prompts=64, once=True)
+    given = argparse.Namespace(levels="1", prompts=64, once=True, together=False)
     assert not any(promise == "start" for promise, *_ in peer.list_stream_rows(given))
     given.once = False
     assert any(promise == "start" for promise, *_ in peer.list_stream_rows(given))
+
+
+def test_servers_that_run_together_have_no_memory_of_their_own() -> None:
+    given = argparse.Namespace(levels="1", prompts=64, once=True, together=True)
+    assert not any(promise == "memory" for promise, *_ in peer.list_stream_rows(given))
+    given.together = False
+    assert any(promise == "memory" for promise, *_ in peer.list_stream_rows(given))
+
+
+@pytest.mark.timeout(120)
+def test_servers_start_together_and_answer_in_turn(tmp_path: Path) -> None:
+    servers = {name: serve_ours(DEMO, ROOT, ("--draft", "none", "--device", "cpu"), sized=True) for name in "ab"}
+    given = argparse.Namespace(
+        levels="1", lengths="64", prompts=32, answers=4, requests=1, temperature="0", rounds=1, wait_for=None
+    )
+    found = peer.measure_together(servers, tmp_path, given)
+    assert list(found) == ["a", "b"]
+    for [figures] in found.values():
+        assert figures["1: tok/s"] > 0
+        assert figures["first behind 64, ms"] > 0
+        assert not figures["1: unanswered"]
 
 
 def test_the_memory_of_a_process_that_ended_is_nothing() -> None:

@@ -32,6 +32,7 @@ TOOLS = {
     "text_server",
     "widened",
     "packed_files",
+    "packed_folders",
 }  # these make something, and measure nothing
 RUN = """
 import runpy, sys

@@ -1,0 +1,132 @@
+"""What the servers of `benchmarks.peer` load, and which servers are started on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from benchmarks.first_requests import checkpoint, checkpoint_texts
+from benchmarks.packed_folders import write_folder
+from benchmarks.peer_servers import DRAWN_MODULE, ROOT, Contender, serve_llama, serve_ours, serve_vllm
+from benchmarks.results import name_shape
+from tests.models.ggufs import packed, write_gguf
+
+DEMO = ROOT / "adapters" / "demo"
+HYBRID, HYBRID_LAYERS = "hybrid-27b", 64  # the shape whose weights are drawn, and the layers that it has
+# Shapes of `benchmarks.family_speeds`: what vLLM calls each, and what its config.json says besides.
+# Newer transformers refuse to say how wide heads are where layers differ, which vLLM asks.
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "allow_global_per_layer_attribute_access": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
+    "gemma4-26b-a4b": GEMMA4,
+    "gemma4-31b": GEMMA4,
+}
+# To try the benchmark itself.
+FAMILIES |= {"small-gpt-oss": FAMILIES["gpt-oss-20b"], "small-gemma": FAMILIES["gemma4-31b"]}
+FAMILY_MODULE = ("benchmarks.family_speeds", "serve")  # its weights are drawn as it starts
+DRAWN = (HYBRID, *FAMILIES)
+UNREAD = ("--load-format", "dummy")  # of vLLM: weights of its own, from no file
+
+
+def name_subject(given: argparse.Namespace) -> str:
+    """Return the name of what is served. A file of a shape is named after the mix of types at the end of its name."""
+    shape = given.shape if given.shape in FAMILIES else name_shape(given.shape)
+    if given.file is not None:
+        _, _, mix = given.file.stem.rpartition("-")
+        return given.file.stem if given.shape == "demo" else f"{shape} in {mix}"
+    shape += " shape" if given.shape in FAMILIES else ""
+    shape += f" in {given.packing.upper()}" if given.packing else ""
+    return f"{shape}, {given.layers} layers" if given.layers else shape
+
+
+def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+    """Pack a tensor as `packed` does, but faster, because there are many gigabytes of them."""
+    if data.ndim == 1:
+        return packed(name, data, kind)
+    return torch.from_numpy(data).bfloat16().view(torch.uint8).numpy(), Kind.BF16
+
+
+def write_model(given: argparse.Namespace, folder: Path) -> Path:
+    """Return the model of a shape that is served, which is written unless it is there."""
+    model = given.file or (DEMO if given.shape == "demo" else folder / f"model{given.packing and '-' + given.packing}")
+    if not model.exists() and given.packing:
+        write_folder(model, given.shape, given.packing, given.layers)
+    elif not model.exists():
+        checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
+    return model
+
+
+def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
+    """Return the servers by name, ours first. folder: where models are written."""
+    if given.shape == HYBRID:
+        return make_hybrid_servers(given, folder)
+    if given.shape in FAMILIES:
+        return make_family_servers(given, folder)
+    model = write_model(given, folder)
+    sized = given.shape != "demo" and not given.defaults
+    flags = tuple(shlex.split(given.flags))
+    found = dict[str, Contender]()
+    for name, tree in (("ours", ROOT), ("before", given.before)):
+        if tree is not None:
+            found[name] = serve_ours(model, tree, ("--draft", "none", *flags), sized=sized)
+            if model == DEMO:
+                found[f"{name}, draft"] = serve_ours(model, tree, flags, sized=sized)
+    if given.llama is not None:
+        file = given.file or folder / "model.gguf"
+        if not file.exists():
+            write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
+        device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", str(torch.get_num_threads()))
+        found["llama.cpp"] = serve_llama(given.llama, file, device)
+    if given.vllm:
+        how = (model, given.vllm, given.vllm_path, given.vllm_flags)
+        found["vLLM"] = serve_vllm(*how)
+        if given.vllm_exact:
+            found["vLLM exact"] = serve_vllm(*how, exact=True)
+    return found
+
+
+def make_hybrid_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
+    """Our server and that of another checkout, each of a hybrid whose weights are drawn when it starts."""
+    from benchmarks.hybrid import VOCABULARY, config_of, holes, settings  # noqa: PLC0415 - it needs Triton
+
+    model, layers = folder / HYBRID, given.layers or HYBRID_LAYERS
+    if not model.exists():
+        holes(model, settings(layers), config_of(layers).tensors())
+        checkpoint_texts(model, VOCABULARY)
+    flags = ("--draft", "none", *shlex.split(given.flags))
+    trees = {"ours": ROOT} if given.before is None else {"ours": ROOT, "before": given.before}
+    return {
+        name: serve_ours(model, tree, flags, sized=not given.defaults, module=DRAWN_MODULE)
+        for name, tree in trees.items()
+    }
+
+
+def make_family_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
+    """Servers of a family's shape: ours draws its weights when it starts, and vLLM has weights of its own."""
+    from benchmarks.family_speeds import SHAPES  # noqa: PLC0415 - it needs Triton
+    from benchmarks.hybrid import holes  # noqa: PLC0415 - the same
+
+    shape = SHAPES[given.shape]
+    config, settings = shape.parse(given.layers), shape.make_settings(given.layers)
+    ours, theirs = folder / given.shape, folder / f"{given.shape}-config"
+    if not ours.exists():
+        holes(ours, settings, shape.list_published(config))
+        checkpoint_texts(ours, config.vocab_size)
+    if not theirs.exists():
+        theirs.mkdir()
+        (theirs / "config.json").write_text(json.dumps({**settings, **FAMILIES[given.shape]}))
+        checkpoint_texts(theirs, config.vocab_size)
+    module = (*FAMILY_MODULE, given.shape, str(given.layers), str(folder / "profile"))
+    flags = ("--draft", "none", *shlex.split(given.flags))
+    found = {"ours": serve_ours(ours, ROOT, flags, sized=not given.defaults, module=module)}
+    if given.vllm:
+        vllm_flags = shlex.join((*UNREAD, *shlex.split(given.vllm_flags)))
+        found["vLLM"] = serve_vllm(theirs, given.vllm, given.vllm_path, vllm_flags)
+    return found
