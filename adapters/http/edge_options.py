@@ -11,6 +11,7 @@ from attrs import asdict, field, frozen
 
 from effects.compression import Mode
 from effects.job import Sampling
+from effects.model_details import ModelDetails
 from effects.scope import Scope
 
 # Contexts that a prompt may fill before it is scored. At the default ratio, what is kept of more fits no context.
@@ -43,7 +44,7 @@ class EdgeModel:
     * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
     * max_ctx: tokens of prompt and answer together. vocab: token ids are below it.
     * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
-    * model_info: size in bytes, dtype and more. /v1/models shows them as `meta`.
+    * details: /v1/models shows them in `meta`.
     * created: Unix time at which the model was made or loaded. version: of this server.
     * identity: the digest of weights, configuration, kernels and shapes (`engine/loading/identity.py`). text_digest: of
       the chat template and of how answers are parsed.
@@ -55,7 +56,7 @@ class EdgeModel:
     aliases: tuple[str, ...] = ()
     any_model: bool = False
     numerics: Mapping[str, Any] = field(factory=lambda: {"mode": "exact"})
-    model_info: Mapping[str, Any] = field(factory=dict)
+    details: ModelDetails | None = None
     created: int = 0
     version: str = "0"
     identity: str = ""

@@ -22,8 +22,7 @@ from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define, evolve
-from attrs.filters import exclude
+from attrs import define, evolve
 
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
@@ -40,6 +39,7 @@ from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
+from effects.model_details import ModelDetails
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.build_executor import build_executor
@@ -73,6 +73,7 @@ from engine.settings.model_options import ModelOptions, WeightOptions
 from engine.settings.options import Options
 from engine.settings.output import start_progress
 from engine.settings.output.live_figures import LiveFigures, MemoryLedger, ModelBytes
+from engine.settings.output.server_facts import CompressionFacts, ServerFacts
 from engine.settings.paths import find_model_folder, find_user_folder
 from engine.settings.user_error import UserError
 from states.settings import Settings
@@ -98,10 +99,10 @@ class LoadedModel:
     freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
     calibrations: CalibrationCache
+    compression: CompressionFacts
     draft: DraftModel | None = None
     scorer: LoadedScorer | None = None
     host_experts: HostExperts | None = None
-    pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
 
     @property
@@ -115,28 +116,23 @@ class LoadedModel:
         return held["weights"] + held["host"]
 
     @property
-    def model_info(self) -> Mapping[str, Any]:
-        config = self.checkpoint.config
-        return {
-            "n_ctx_train": config.max_positions,
-            "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
-            "kv_dtype": self.kv_dtype,
-            "size": self.weight_bytes,
-            "packed": list(self.checkpoint.packing_names),
-            "bits_per_weight": round(self.checkpoint.stored_bits, 2),
-            "bits_in_memory": round(self.checkpoint.compute_bits(self.weight_bytes), 2),
-            "quantize_error": self.checkpoint.rounding_error,
-        }
+    def details(self) -> ModelDetails:
+        return ModelDetails(
+            n_ctx_train=self.checkpoint.config.max_positions,
+            dtype=str(self.shard.spec.dtype).removeprefix("torch."),
+            kv_dtype=self.kv_dtype,
+            size=self.weight_bytes,
+            packed=tuple(self.checkpoint.packing_names),
+            bits_per_weight=round(self.checkpoint.stored_bits, 2),
+            bits_in_memory=round(self.checkpoint.compute_bits(self.weight_bytes), 2),
+            quantize_error=self.checkpoint.rounding_error,
+        )
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> ServerFacts:
+        """The facts for /props that do not change while it serves."""
         devices = ", ".join(dict.fromkeys(map(name_device, self.shard.parts)))
-        return {
-            "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
-            "pflash": self.pflash,
-            # Rates change and are shown as `rates_ns`.
-            "settings": asdict(self.settings, filter=exclude("rates")),
-        }
+        return ServerFacts(self.model_id, self.identity, devices, self.details, self.compression, self.settings)
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
@@ -162,13 +158,13 @@ class LoadedModel:
         """Return what changes while it serves."""
         damaged: Mapping[str, int] = self.calibrations.damaged
         if self.transfer is None:
-            return LiveFigures(self.build_ledger(0), damaged, {"disk_policy": "off"}, self.outages)
-        cache = self.transfer.store.collect_figures()
-        policy = str(self.scope) if self.has_disk else "off"
+            return LiveFigures(self.build_ledger(0), damaged, None, "off", self.outages)
+        figures = self.transfer.store.collect_figures()
         return LiveFigures(
-            self.build_ledger(cache["host"]["bytes"]),
+            self.build_ledger(figures.tiers["host"].bytes),
             {**damaged, **self.transfer.store.damaged_files},
-            {**cache, "disk_policy": policy},
+            figures,
+            str(self.scope) if self.has_disk else "off",
             self.outages,
             {f"tier {name}": why for name, why in self.transfer.store.troubles.items()},
         )
@@ -307,7 +303,7 @@ def load_with_peers(
         draft=draft,
         scorer=scorer,
         host_experts=host_experts,
-        pflash=describe_compression(options, settings, scorer),
+        compression=describe_compression(options, settings, scorer),
         transfer=transfer,
     )
 

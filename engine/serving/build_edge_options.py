@@ -35,7 +35,7 @@ def build_edge_options(options: Options, target: LoadedModel, text: Text) -> Edg
             aliases=options.model.alias,
             any_model=options.model.any_model,
             numerics=target.numerics_facts,
-            model_info=target.model_info,
+            details=target.details,
             created=int(time.time()),
             version=__version__,
             identity=target.identity,

@@ -315,7 +315,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     async with run_engine(settings, target.executor, **how) as running:
 
         def shown() -> dict:
-            return running.submissions.status().props["runtime"]["draft_residency"]
+            return running.submissions.status().props.build_json()["runtime"]["draft_residency"]
 
         async def asked() -> Heard:
             heard = await hear_answer(running, jobs[0])

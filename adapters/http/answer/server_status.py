@@ -47,7 +47,7 @@ def collect_props(door: Door, text: Text, options: EdgeOptions) -> dict[str, Any
         "build_info": f"rekindle {options.model.version}",
         "numerics": dict(options.model.numerics),
         "total_slots": len(status.slots),
-        **status.props,
+        **status.props.build_json(),
         **asdict(status, filter=exclude("props")),
         **asdict(door.activity()),
     }
