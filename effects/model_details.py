@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from attrs import frozen
 
 
@@ -23,3 +25,29 @@ class ModelDetails:
     bits_per_weight: float
     bits_in_memory: float
     quantize_error: float | None
+
+
+class ProbeCounts(TypedDict):
+    """The work of a numerics probe. products: shapes that were proven."""
+
+    seconds: float
+    checks: int
+    spans: int
+    products: int
+
+
+_Class = TypedDict("_Class", {"class": str})  # a word of Python's that no field can have
+
+
+class NumericsReport(_Class):
+    """The outcome of the numerics probe as JSON has it. `Numerics` explains its fields; `class` is `numerics_class`."""
+
+    shapes: str
+    buckets: list[int]
+    block_size: int
+    chunk: int
+    kernels: str
+    threads: int
+    probe: ProbeCounts
+    products: list[str]
+    failures: list[str]

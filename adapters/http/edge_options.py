@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import asdict, field, frozen
 
 from effects.compression import Mode
 from effects.job import Sampling
-from effects.model_details import ModelDetails
+from effects.model_details import ModelDetails, NumericsReport
 from effects.scope import Scope
 
 # Contexts that a prompt may fill before it is scored. At the default ratio, what is kept of more fits no context.
@@ -43,7 +43,7 @@ class EdgeModel:
 
     * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
     * max_ctx: tokens of prompt and answer together. vocab: token ids are below it.
-    * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
+    * mode: of the numerics; each answer says it as `rekindle.numerics`. numerics: what the probe found, for /props.
     * details: /v1/models shows them in `meta`.
     * created: Unix time at which the model was made or loaded. version: of this server.
     * identity: the digest of weights, configuration, kernels and shapes (`engine/loading/identity.py`). text_digest: of
@@ -55,7 +55,8 @@ class EdgeModel:
     vocab: int
     aliases: tuple[str, ...] = ()
     any_model: bool = False
-    numerics: Mapping[str, Any] = field(factory=lambda: {"mode": "exact"})
+    mode: Literal["exact", "fast"] = "exact"
+    numerics: NumericsReport | None = None
     details: ModelDetails | None = None
     created: int = 0
     version: str = "0"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import anyio.to_thread
 import torch
@@ -94,7 +94,7 @@ class LoadedModel:
     settings: Settings
     identity: str
     model_id: str
-    mode: str  # exact or fast
+    mode: Literal["exact", "fast"]
     kv_dtype: str  # the formats of cached keys and values
     freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
@@ -104,10 +104,6 @@ class LoadedModel:
     scorer: LoadedScorer | None = None
     host_experts: HostExperts | None = None
     transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
-
-    @property
-    def numerics_facts(self) -> Mapping[str, Any]:
-        return {"mode": self.mode, **self.numerics.build_report()}
 
     @property
     def weight_bytes(self) -> int:
