@@ -12,8 +12,8 @@ class ModelDetails:
     """The properties of a loaded model, under the names that JSON has.
 
     n_ctx_train: positions that it was made for. dtype: of hidden states. kv_dtype: of cached keys and values. size:
-    bytes of weights, without experts in host memory. packed: how weights are packed in the checkpoint; empty: they are
-    not. bits_per_weight: in the checkpoint. bits_in_memory: as they are computed with. quantize_error: relative root
+    bytes of weights, without experts in host memory. packed: how weights are packed in the checkpoint, if they are.
+    bits_per_weight: in the checkpoint. bits_in_memory: as they are computed with. quantize_error: relative root
     mean square error of weights that the server itself has rounded; None: it has rounded none.
     """
 

@@ -199,10 +199,9 @@ class DiskTier:
 
     def collect_figures(self) -> TierFigures:
         with self.lock:
-            counts = self._upkeep.counts
             own = {
-                "dropped_writes": counts["dropped_queue_full"] + counts["dropped_no_room"],
-                **{name: counts[name] for name in COUNTED},
+                "dropped_writes": self._upkeep.counts["dropped_queue_full"] + self._upkeep.counts["dropped_no_room"],
+                **{name: self._upkeep.counts[name] for name in COUNTED},
                 "queued_bytes": self.queued_bytes,
                 "recent_prompts": len(self.recent_prompts),
                 "codec": self.chooser.choice,

@@ -1,4 +1,4 @@
-"""What the ingress gives to the router of replicas with each request.
+"""The request of an ingress for a replica: it gives the router the keys of the prompt, and what it knows of replicas.
 
 A call of Ray Serve's handle has the fields of a `RouteRequest` as keyword arguments, and `on_decision`: a function that
 the router calls with its `RouteDecision`, in the same process and event loop. The id of a replica is

@@ -14,10 +14,10 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cuda.descriptors import (
-    AttendingOptions,
-    CacheReadOptions,
+    AttentionArguments,
+    CacheArguments,
     Constants,
-    LaunchOptions,
+    LaunchArguments,
     cache_sizes,
     describe_blocks,
     describe_cache,
@@ -90,7 +90,7 @@ class CudaAttention:
         self.planner = TilePlanner(self.device, self.pdl, SPLIT)
         self._usual = torch.zeros(1, device=self.device)
 
-    def _options(self, warps: int) -> LaunchOptions:
+    def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)
 
     def merges_in_kernel(self, batch: Batch) -> bool:
@@ -276,13 +276,13 @@ class CudaAttention:
 
     def _cache_arguments(
         self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int, size: int
-    ) -> tuple[tuple[Any, ...], CacheReadOptions]:
+    ) -> tuple[tuple[Any, ...], CacheArguments]:
         """Return the arguments for keys, values, the scales of both and the rest of keys, and the constants that
         describe them. size: numbers of a value.
         """
         keys, values = (describe_cache(cache, key_tile, size) for cache in caches)
         rest, _ = describe_cache(caches[0], key_tile, q.shape[2] - size or size)  # never read where there is none
-        options: CacheReadOptions = {
+        options: CacheArguments = {
             "HEAD": size,
             "BLOCK_M": query_tile,
             "BLOCK_N": key_tile,
@@ -294,7 +294,7 @@ class CudaAttention:
         }
         return (keys[0], values[0], keys[1], values[1], rest), options
 
-    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> AttendingOptions:
+    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> AttentionArguments:
         head = q.shape[2]
         size = q.dtype.itemsize
         wide = q.dtype == torch.float32

@@ -19,7 +19,7 @@ Constants: TypeAlias = Mapping[str, bool | int | float | str | None]
 """Constants of a kernel by their names in it, and Triton's own options of a launch."""
 
 
-class LaunchOptions(TypedDict):
+class LaunchArguments(TypedDict):
     """The options of every launch, as `launch` takes them.
 
     PDL, launch_pdl: the kernel may start while the one before it drains (programmatic dependent launch). The first is a
@@ -31,7 +31,7 @@ class LaunchOptions(TypedDict):
     launch_pdl: bool | None
 
 
-class AttendingOptions(LaunchOptions):
+class AttentionArguments(LaunchArguments):
     """The options of kernels that attend.
 
     PRECISION: how float32 is multiplied. STAGES: tiles of keys and values that are loaded ahead. Sums are never fused.
@@ -42,7 +42,7 @@ class AttendingOptions(LaunchOptions):
     STAGES: int
 
 
-class CacheReadOptions(AttendingOptions):
+class CacheArguments(AttentionArguments):
     """The options of kernels that read cached rows.
 
     HEAD: numbers of a value. BLOCK_M, BLOCK_N: rows of a tile of queries, and of keys. K_KIND, V_KIND: see `row_kind`.
@@ -96,6 +96,6 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     return gl.NVMMASharedLayout.get_default_for([*block], number)
 
 
-def launch_options(warps: int, pdl: bool | None) -> LaunchOptions:
-    """Return the options of every launch with so many warps. pdl: see `LaunchOptions`."""
+def launch_options(warps: int, pdl: bool | None) -> LaunchArguments:
+    """Return the options of every launch with so many warps. pdl: see `LaunchArguments`."""
     return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
