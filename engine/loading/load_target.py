@@ -22,7 +22,7 @@ from typing import Literal
 
 import anyio.to_thread
 import torch
-from attrs import define, evolve
+from attrs import define
 
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
@@ -44,7 +44,7 @@ from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
-from engine.loading.drafts.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
+from engine.loading.drafts.attach_draft import add_proposers, get_last_kernels, offload_unused_draft
 from engine.loading.drafts.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.drafts.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.identity import check_identity
@@ -265,9 +265,8 @@ def load_with_peers(
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels.shards), numerics, cache, peers.draft)
-    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
+    parts, proposer = add_proposers(parts, usable_draft, options, checkpoint, neighbours, on_step=on_step)
     draft = None if proposer is None else proposer.draft
-    parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, neighbours))
     on_step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     on_step(start_progress.MEASURE)
