@@ -257,7 +257,7 @@ async def drain_requests(running: Engine, serving: RunningServer, grace_s: float
 
 
 def with_grammars(target: LoadedModel, match: Match) -> LoadedModel:
-    """Return the target with an executor that holds answers to their grammars. It takes the place of the first one."""
+    """Return the target with a new executor in place of its own. The new one keeps answers to their grammars."""
     return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
 
 
