@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from attrs import frozen
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from adapters.cache_figures import RestoreTotals, StoreFigures, TierFigures
 from effects.ports import Closed, Stage
 
 BUCKET_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -43,7 +43,7 @@ class Metrics:
         self._shown = (-1, -1, -1)
         self._http = Counter("rekindle_http_responses", "HTTP responses", ["path", "status"], registry=registry)
 
-    def watch_cache(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+    def watch_cache(self, figures: Callable[[], StoreFigures]) -> None:
         """Expose the prefix cache's own figures (`full_cache` of /props) from now on."""
         self.registry.register(CacheFigures(figures))
 
@@ -142,7 +142,7 @@ SHARED_COUNTERS = {
 class CacheFigures(Collector):
     """Collects the prefix cache's figures when metrics are scraped, so that nothing is counted twice."""
 
-    figures: Callable[[], Mapping[str, Any]]
+    figures: Callable[[], StoreFigures]
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: else registering would ask for the figures."""
@@ -150,8 +150,8 @@ class CacheFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         figures = self.figures()
-        named = {name: one for name, one in figures.items() if isinstance(one, Mapping) and "budget" in one}
-        tiers = {**named, **({"disk": figures} if figures["budget"] else {})}
+        disk = figures.top
+        tiers = {**figures.others, **({"disk": disk} if disk.budget else {})}
         for name, meaning in (
             ("bytes", "Bytes kept"),
             ("budget", "Bytes that may be kept"),
@@ -160,35 +160,33 @@ class CacheFigures(Collector):
             unit = "_bytes" if name == "budget" else ""
             gauge = GaugeMetricFamily(f"rekindle_cache_{name}{unit}", meaning, labels=["tier"])
             for tier, one in tiers.items():
-                gauge.add_metric([tier], one[name])
+                gauge.add_metric([tier], getattr(one, name))
             yield gauge
-        evictions = {tier: one["evictions"] for tier, one in tiers.items()}
+        evictions = {tier: one.evictions for tier, one in tiers.items()}
         yield make_counter("rekindle_cache_evictions", "Entries that were evicted", "tier", evictions)
+        yield make_counter("rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures.hits)
         yield make_counter(
-            "rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures["hits"]
+            "rekindle_cache_misses", "Lookups that found no more than the device had", "reason", figures.misses
         )
-        yield make_counter(
-            "rekindle_cache_misses", "Lookups that found no more than the device had", "reason", figures["misses"]
-        )
-        yield from iterate_restore_metrics(figures["restores"])
+        yield from iterate_restore_metrics(figures.restores)
         for name, meaning in DISK_COUNTERS.items():
-            if name in figures:
-                yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=figures[name])
+            if name in disk.more:
+                yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=disk.get_count(name))
         yield CounterMetricFamily(
             "rekindle_cache_dropped_rows",
             "Rows of the model that snapshots did not keep for lack of memory or time",
-            value=figures["dropped_rows"],
+            value=figures.dropped_rows,
         )
         yield CounterMetricFamily(
             "rekindle_cache_dropped_draft_rows",
             "Rows of the draft that snapshots did not keep for lack of memory or time, or because it had lost them",
-            value=figures["dropped_draft_rows"],
+            value=figures.dropped_draft_rows,
         )
-        if "shared" in named:
-            yield from iterate_shared_metrics(named["shared"])
-        if "queued_bytes" in figures:
+        if "shared" in figures.others:
+            yield from iterate_shared_metrics(figures.others["shared"])
+        if "queued_bytes" in disk.more:
             yield GaugeMetricFamily(
-                "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=figures["queued_bytes"]
+                "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=disk.get_count("queued_bytes")
             )
 
 
@@ -272,14 +270,16 @@ class ShardFigures(Collector):
         yield make_counter("rekindle_shard_restarts", "Times that a lost shard was reached again", "layers", restarts)
 
 
-def iterate_shared_metrics(figures: Mapping[str, Any]) -> Iterator[Metric]:
-    yield GaugeMetricFamily("rekindle_shared_usable", "1 while the shared store can be used", value=figures["usable"])
+def iterate_shared_metrics(figures: TierFigures) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "rekindle_shared_usable", "1 while the shared store can be used", value=figures.get_count("usable")
+    )
     for name, meaning in SHARED_COUNTERS.items():
-        yield CounterMetricFamily(f"rekindle_shared_{name}", meaning, value=figures[name])
+        yield CounterMetricFamily(f"rekindle_shared_{name}", meaning, value=figures.get_count(name))
     yield GaugeMetricFamily(
         "rekindle_shared_queued_bytes",
         "Bytes that wait to be written to the shared store",
-        value=figures["queued_bytes"],
+        value=figures.get_count("queued_bytes"),
     )
 
 
@@ -290,12 +290,12 @@ def make_counter(name: str, meaning: str, label: str, values: Mapping[str, float
     return counter
 
 
-def iterate_restore_metrics(by_tier: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+def iterate_restore_metrics(by_tier: Mapping[str, RestoreTotals]) -> Iterator[Metric]:
     seconds = SummaryMetricFamily(
         "rekindle_cache_restore_seconds", "Time to restore rows to the device", labels=["tier"]
     )
     for tier, one in by_tier.items():
-        seconds.add_metric([tier], count_value=int(one["count"]), sum_value=one["seconds"])
+        seconds.add_metric([tier], count_value=one.count, sum_value=one.seconds)
     yield seconds
-    loaded = {tier: one["bytes"] for tier, one in by_tier.items()}
+    loaded = {tier: one.bytes for tier, one in by_tier.items()}
     yield make_counter("rekindle_cache_restored_bytes", "Bytes restored to the device", "tier", loaded)

@@ -429,8 +429,8 @@ async def run_ways(options: Options, given: argparse.Namespace) -> Measured:
                 await compared.run_silent("from disk", compared.restored)
             await compared.target.close()
     print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
-    where = {"numerics": dict(target.numerics_facts), "draft": target.draft is not None}
-    where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs, "companions": compared.companions}
+    where = {"numerics": {"mode": target.mode, **target.numerics.build_report()}, "draft": target.draft is not None}
+    where |= {"kv_dtype": target.details.kv_dtype, "logprobs": given.logprobs, "companions": compared.companions}
     facts = {"prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     differing = sum(row["differing"] + row.get("missing", 0) for row in compared.rows)
     return Measured(compared.rows, facts, differing + executed.get("differing", 0))

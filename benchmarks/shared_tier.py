@@ -123,7 +123,7 @@ async def write_and_die(given: argparse.Namespace, model: str, url: str) -> None
     tier = shared_tier(target)
     while not tier.is_complete:  # noqa: ASYNC110 - nothing else says so
         await anyio.sleep(0.05)
-    figures = tier.collect_figures()
+    figures = tier.collect_figures().build_json()
     dropped = sum(count for name, count in figures.items() if name.startswith("dropped"))
     assert figures["written"], figures
     assert not dropped, figures
@@ -143,7 +143,7 @@ async def compare_answers(given: argparse.Namespace, model: str, url: str) -> di
         assert ended.returncode == -signal.SIGKILL, ended.returncode
         await settle(shared_tier(target))
         await compared.run("from the shared tier, of a process that was killed", compared.restored)
-    figures = shared_tier(target).collect_figures()
+    figures = shared_tier(target).collect_figures().build_json()
     draft = sum(1 for entry in shared_tier(target).index.entries.values() if entry.kind == "draft")
     states = sum(1 for entry in shared_tier(target).index.entries.values() if entry.kind == "state")
     await target.close()
@@ -405,7 +405,7 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
         order = -1 if turn % 2 else 1
         found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
     encode_s, decode_s = time_codec(runs, layout, codec)
-    figures = tier.collect_figures()
+    figures = tier.collect_figures().build_json()
     assert (figures["written"], figures["read_bytes"]) == (count, sum(sizes)), figures
     assert tier.close(60)
     client.close()

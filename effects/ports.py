@@ -206,6 +206,14 @@ class Activity:
     totals: Totals
 
 
+class Props(Protocol):
+    """Further entries of /props, which become JSON only where an answer is written."""
+
+    def build_json(self) -> Mapping[str, Any]:
+        """Return the entries by name."""
+        ...
+
+
 @frozen
 class Status:
     """The status of an engine, as every door reports it."""
@@ -217,7 +225,7 @@ class Status:
     queue_full: bool  # a job that is submitted now is turned away
     troubles: Mapping[str, str]  # what has failed, by the part that has failed
     outages: Mapping[str, str]  # those of them without which no request is answered
-    props: Mapping[str, Any]  # further entries of /props, ready for JSON
+    props: Props  # further entries of /props
 
 
 JobAcceptance: TypeAlias = Literal["ready", "queue_full", "draining"]

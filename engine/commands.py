@@ -69,18 +69,18 @@ def serve(
     logs.configure(options.diagnostics.log_format, options.diagnostics.log_level)
     options = prepare_options(options)
     check_address(options.http)
-    with start_progress.StartProgress(options.diagnostics.log_format == "json") as steps:
+    with start_progress.StartProgress(options.diagnostics.log_format == "json") as progress:
         with start_progress.speed_up_imports():
-            steps(start_progress.IMPORT)
+            progress(start_progress.IMPORT)
             import_beside_torch(list_weight_folders(options), first_gpu(options.placement.locations))
             from engine.loading.load_text import begin_text  # noqa: PLC0415 - what it needs has been imported
 
             reading = begin_text(options.model)
             from engine.loading.background_load import begin_load  # noqa: PLC0415 - torch takes seconds to import
 
-            beginning = begin_load(options, steps)
+            beginning = begin_load(options, progress)
             from engine.serving.serve import run_server  # noqa: PLC0415 - meanwhile
-        return run_server(options, steps, beginning, reading)
+        return run_server(options, progress, beginning, reading)
 
 
 @app.command(sort_key=2)

@@ -252,7 +252,7 @@ def decide_pace(
 
 
 def decide_gate(gate: SnapshotGate | None, demand: Demand, timer: int, output: PaceOutput) -> SnapshotGate | None:
-    """Return the gate of the oldest snapshot. timer: the number of the one that has elapsed; 0: none has."""
+    """Return the gate of the oldest snapshot. timer: the number of the timer that has just elapsed; 0: none has."""
     if not demand.snapshots:
         return None
     if gate is None or gate.request != demand.snapshots[0]:
@@ -270,7 +270,7 @@ def decide_gate(gate: SnapshotGate | None, demand: Demand, timer: int, output: P
 
 
 def move_gate(gate: SnapshotGate, demand: Demand, timer: int, output: PaceOutput) -> SnapshotGate:
-    """Return the gate in the phase that it is in now."""
+    """Return the gate in its next phase. `SnapshotGate` names the phases. Starts the timers that it waits for."""
     if timer and timer == gate.patience_timer:
         gate = evolve(gate, is_patience_over=True)
     is_quiet = gate.phase == "settling" and timer == gate.quiet_timer
@@ -287,7 +287,7 @@ def move_gate(gate: SnapshotGate, demand: Demand, timer: int, output: PaceOutput
 
 
 def decide_trimming(trimming: Trimming, demand: Demand, timer: int, output: PaceOutput) -> Trimming:
-    """Return when memory is trimmed next. timer: the number of the one that has elapsed; 0: none has."""
+    """Return the next phase of trimming, and trim memory when that is due. timer: as in `decide_gate`."""
     is_over = timer != 0 and timer == trimming.timer
     if trimming.phase == "counting" and is_over:
         trimming = Trimming("due", 0 if not demand.is_serving else output.start_timer("trim_patience"))

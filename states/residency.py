@@ -7,7 +7,7 @@ This is about the draft and the prompt scorer, which may leave the device betwee
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from attrs import evolve, frozen
 
@@ -213,38 +213,67 @@ class ResidencySettings(Protocol):
     def scorer_max_tokens(self) -> int: ...
 
 
+@frozen
+class ModelResidency:
+    """The location of one model's weights as /props shows it. Bytes are those of its weights, by where they are.
+
+    moved_bytes: in all, both ways. leases: requests that need it now. parks: releases included.
+    """
+
+    state: WeightsLocation
+    after_use: After
+    device_bytes: int
+    host_bytes: int
+    moved_bytes: int
+    leases: int
+    loads: int
+    parks: int
+    failures: int
+    last_error: str | None
+
+
+@frozen
+class ResidencyReport:
+    """The residency of both models as /props shows it. None stands for a model that is not there."""
+
+    policy: Policy
+    draft: ModelResidency | None
+    drafter: ModelResidency | None  # the prompt scorer
+
+
 def describe_residency(
     models: Models, settings: ResidencySettings, held: Mapping[str, tuple[int, int]] | None = None
-) -> Mapping[str, Any]:
-    """Return `/props.runtime.draft_residency`: the policy, and where each model is; None for a model that is not there.
+) -> ResidencyReport:
+    """Return the policy, and where each model is: `/props.runtime.draft_residency`.
 
     held: by public name, bytes of a model's weights on its device and in host memory, as its executor counts them.
     Without it they are what the last moves reported.
     """
-    exists: Mapping[ModelName, bool] = {"draft": settings.max_proposals > 0, "scorer": settings.scorer_max_tokens > 0}
-    described: dict[str, Any] = {}
-    for name, model_exists in exists.items():
-        after = get_action_after_use(settings.residency, name)
-        public = PUBLIC_NAMES.get(name, name)
-        described[public] = describe_model(models[name], after, (held or {}).get(public)) if model_exists else None
-    return {"policy": settings.residency.policy, **described}
+    found = held or {}
+    return ResidencyReport(
+        settings.residency.policy,
+        describe_model(models, settings, "draft", found) if settings.max_proposals else None,
+        describe_model(models, settings, "scorer", found) if settings.scorer_max_tokens else None,
+    )
 
 
-def describe_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
-    """Return the entry of one model in `describe_residency`. held: bytes on its device and in host memory, if known."""
+def describe_model(
+    models: Models, settings: ResidencySettings, name: ModelName, held: Mapping[str, tuple[int, int]]
+) -> ModelResidency:
+    """Return the residency of one model. held: see `describe_residency`."""
+    model = models[name]
     device = model.size_bytes * (model.location == "loaded")
     host = model.size_bytes * (model.location == "parked")
-    if held:
-        device, host = held
-    return {
-        "state": model.location,
-        "after_use": after,
-        "device_bytes": device,
-        "host_bytes": host,
-        "moved_bytes": model.moved_bytes,
-        "leases": len(model.leases),
-        "loads": model.loads,
-        "parks": model.parks,
-        "failures": model.failures,
-        "last_error": model.error or None,
-    }
+    device, host = held.get(PUBLIC_NAMES.get(name, name), (device, host))
+    return ModelResidency(
+        model.location,
+        get_action_after_use(settings.residency, name),
+        device,
+        host,
+        model.moved_bytes,
+        len(model.leases),
+        model.loads,
+        model.parks,
+        model.failures,
+        model.error or None,
+    )

@@ -158,8 +158,8 @@ class DeviceExecutor:
         `done` is called on the event loop with the outcomes of its requests, until each has had its last one; or with
         the exception that is a bug: an effect without a handler, or a batch that cannot be.
         """
-        steps, failed = self._in_flight.begin(launch, self._lanes.lane_of(launch), done, make_loop_caller())
-        self._lanes.launch(launch, partial(self._carry_out, launch.effect_requests, steps), failed)
+        queue, failed = self._in_flight.begin(launch, self._lanes.lane_of(launch), done, make_loop_caller())
+        self._lanes.launch(launch, partial(self._carry_out, launch.effect_requests, queue), failed)
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         """Submit a launch and return the combined outcome of each request. A cancelled caller waits for it as well."""
@@ -209,9 +209,9 @@ class DeviceExecutor:
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
         while (effect_request := next_request(outcomes)) is not None:
-            steps = OutcomeQueue(lambda _: None, {effect_request.request: None})
-            self._carry_out((effect_request,), steps)
-            outcomes += [outcome for _, outcome in steps.take()]
+            queue = OutcomeQueue(lambda _: None, {effect_request.request: None})
+            self._carry_out((effect_request,), queue)
+            outcomes += [outcome for _, outcome in queue.take()]
         self._slots.remove(opening.slot)
         return outcomes
 
@@ -262,16 +262,16 @@ class DeviceExecutor:
 
     # --- carrying out a launch ---
 
-    def _carry_out(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
+    def _carry_out(self, effect_requests: tuple[EffectRequest, ...], queue: OutcomeQueue) -> None:
         """Carry out a launch. An exception makes the slots of its requests refuse all work until they are opened."""
         try:
-            self._dispatch(effect_requests, steps)
+            self._dispatch(effect_requests, queue)
             self.row_watch.learn_new_rows(self._slots, effect_requests)
         except BaseException as error:
-            self._slots.break_requests(steps.members, error)
+            self._slots.break_requests(queue.members, error)
             raise
 
-    def _dispatch(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
+    def _dispatch(self, effect_requests: tuple[EffectRequest, ...], queue: OutcomeQueue) -> None:
         """Carry out decode steps and behind them one other effect, or the next rows of several prompts.
 
         A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them. Where
@@ -292,8 +292,8 @@ class DeviceExecutor:
         # Behind that: pages that one slot is given may be what another one has lost.
         self.row_watch.check_launch(self._slots, effect_requests)
         if (decode_steps and not rest) or self.decoding.can_take_along(effect_requests):
-            for one in self.decoding.run(effect_requests, steps):
-                steps.put([(one.request, self._carry_out_one(one, steps))])
+            for one in self.decoding.run(effect_requests, queue):
+                queue.put([(one.request, self._carry_out_one(one, queue))])
             return
         if decode_steps:
             first = limit_to_forward(rest[0], len(decode_steps))
@@ -305,13 +305,13 @@ class DeviceExecutor:
             if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
                 self._checkpoints.keep_after_chunk(request, effect, piece.state)
         elif len(rest) > 1 and not go_along:
-            self._prefills.run_together(rest, steps)
+            self._prefills.run_together(rest, queue)
             self._report_used_experts()
             return
         # If the piece went with the decode steps, its outcome is there already.
-        outcomes = (*outcomes, *(self._carry_out_one(one, steps) for one in effect_requests[len(outcomes) :]))
+        outcomes = (*outcomes, *(self._carry_out_one(one, queue) for one in effect_requests[len(outcomes) :]))
         self._report_used_experts()
-        steps.put([(one.request, outcome) for one, outcome in zip(effect_requests, outcomes, strict=True)])
+        queue.put([(one.request, outcome) for one, outcome in zip(effect_requests, outcomes, strict=True)])
 
     def _find_piece(self, effect_request: EffectRequest) -> PromptPiece | None:
         effect: RunPrefill = effect_request.effect  # type: ignore[assignment] # `_dispatch` has checked it
@@ -320,10 +320,10 @@ class DeviceExecutor:
         state = self._slots.find(effect.slot, effect_request.request)
         return find_prompt_piece(self._shard, self._chunk, state, effect)
 
-    def _carry_out_one(self, effect_request: EffectRequest, steps: OutcomeQueue) -> Outcome:
+    def _carry_out_one(self, effect_request: EffectRequest, queue: OutcomeQueue) -> Outcome:
         handler = self.parts.handlers.get(type(effect_request.effect))
         if isinstance(effect_request.effect, RunPrefill):
-            handler = partial(self._prefills.run, steps=steps)
+            handler = partial(self._prefills.run, queue=queue)
         if handler is None:
             raise LookupError(f"{type(effect_request.effect).__name__} has no handler on the device")
         if self.is_abandoned(effect_request.request):

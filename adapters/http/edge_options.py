@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import asdict, field, frozen
 
 from effects.compression import Mode
 from effects.job import Sampling
+from effects.model_details import ModelDetails, NumericsReport
 from effects.scope import Scope
 
 # Contexts that a prompt may fill before it is scored. At the default ratio, what is kept of more fits no context.
@@ -42,8 +43,8 @@ class EdgeModel:
 
     * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
     * max_ctx: tokens of prompt and answer together. vocab: token ids are below it.
-    * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
-    * model_info: size in bytes, dtype and more. /v1/models shows them as `meta`.
+    * mode: of the numerics; each answer says it as `rekindle.numerics`. numerics: what the probe found, for /props.
+    * details: /v1/models shows them in `meta`.
     * created: Unix time at which the model was made or loaded. version: of this server.
     * identity: the digest of weights, configuration, kernels and shapes (`engine/loading/identity.py`). text_digest: of
       the chat template and of how answers are parsed.
@@ -54,8 +55,9 @@ class EdgeModel:
     vocab: int
     aliases: tuple[str, ...] = ()
     any_model: bool = False
-    numerics: Mapping[str, Any] = field(factory=lambda: {"mode": "exact"})
-    model_info: Mapping[str, Any] = field(factory=dict)
+    mode: Literal["exact", "fast"] = "exact"
+    numerics: NumericsReport | None = None
+    details: ModelDetails | None = None
     created: int = 0
     version: str = "0"
     identity: str = ""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from attrs import define, field
 
+from adapters.cache_figures import TierFigures
 from adapters.store.block_keys import TOKEN_BYTES
 from adapters.store.files.file_format import Kind, Run
 
@@ -232,9 +233,9 @@ class BlockIndex:
         self.evictions += len(gone)
         return gone
 
-    def collect_figures(self) -> dict[str, int]:
-        """Return the figures that /props shows of the index."""
-        return {"bytes": self.held_bytes, "budget": self.budget, "entries": len(self), "evictions": self.evictions}
+    def collect_figures(self) -> TierFigures:
+        """Return the figures of the index, to which a tier adds its own."""
+        return TierFigures(self.held_bytes, self.budget, len(self), self.evictions)
 
     def fits(self, size: int) -> bool:
         """Return whether so many more bytes stay within the budget."""

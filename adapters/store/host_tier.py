@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from attrs import define, field
 
+from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.slab_memory import Buffer, SlabMemory
 from effects.ids import Tier
@@ -36,5 +37,5 @@ class HostTier:
             del self.rows[entry.handle]
         return self.index.fits(size)
 
-    def collect_figures(self) -> dict[str, int]:
+    def collect_figures(self) -> TierFigures:
         return self.index.collect_figures()

@@ -28,10 +28,11 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from attrs import asdict, define, evolve, field, frozen
+from attrs import define, evolve, field
 
+from adapters.cache_figures import RestoreTotals, StoreFigures
 from adapters.store.block_index import Entry
 from adapters.store.block_keys import TOKEN_BYTES, SequenceBlocks
 from adapters.store.file_description import make_entry
@@ -53,17 +54,6 @@ RUN_BYTES = 4 << 20  # rows that are saved together: one file, one entry
 # Runs of one restore that are read at once. A single reader leaves a disk idle between its reads. With six, two cores
 # had nothing to decode while the last of eight runs was read: 8 ms of 44.
 RUNS_IN_FLIGHT = 8
-TOP: Tier = "disk"  # clients read the figures of this tier at the top of `full_cache`, those of others below it
-NO_FIGURES = {"bytes": 0, "budget": 0, "entries": 0, "evictions": 0, "quarantined": 0}
-
-
-@frozen
-class RestoreTotals:
-    """The sum of all restores so far from one tier."""
-
-    count: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 def create_set_event() -> threading.Event:
@@ -331,20 +321,16 @@ class Store(Generic[D]):
             before = self.restores.get(tier, RestoreTotals())
             self.restores[tier] = RestoreTotals(before.count + 1, before.bytes + size, before.seconds + seconds)
 
-    def collect_figures(self) -> Mapping[str, Any]:
-        """Return what /props shows as `full_cache`: the figures of each tier by its name, and the disk's at the top."""
+    def collect_figures(self) -> StoreFigures:
+        """Return the figures of this moment."""
         with self.lock:
-            by_tier = {tier.name: tier.collect_figures() for tier in self.tiers}
-            top = by_tier.pop(TOP, None)
-            return {
-                "disk_policy": "off" if top is None else "full",
-                **(NO_FIGURES if top is None else top),
-                **by_tier,
-                "hits": dict(self.hits),
-                "misses": dict(self.misses),
-                "restores": {tier: asdict(totals) for tier, totals in self.restores.items()},
-                "leases": len(self._leases),
-                "dropped_rows": self.dropped_rows,
-                "dropped_draft_rows": self.dropped_draft_rows,
-                "recent": len(self.recent_prompts),  # prompts that scope `auto` compares with
-            }
+            return StoreFigures(
+                tiers={tier.name: tier.collect_figures() for tier in self.tiers},
+                hits=dict(self.hits),
+                misses=dict(self.misses),
+                restores=dict(self.restores),
+                leases=len(self._leases),
+                dropped_rows=self.dropped_rows,
+                dropped_draft_rows=self.dropped_draft_rows,
+                recent=len(self.recent_prompts),
+            )

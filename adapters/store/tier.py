@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from attrs import frozen
 
+from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.file_format import Run
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
@@ -66,8 +67,8 @@ class StoreTier(Protocol):
         """Count a lookup that found this entry."""
         ...
 
-    def collect_figures(self) -> Mapping[str, Any]:
-        """Return the figures that /props shows of this tier."""
+    def collect_figures(self) -> TierFigures:
+        """Return the figures of this tier at this moment."""
         ...
 
 

@@ -6,9 +6,9 @@ Protocol. Each frame has four bytes of length (big endian) and then JSON, in bot
 set-up, with `max_bytes` and `seconds`. It is answered by `{"ok": ""}` or an error. The set-up decides the work:
 
 * `{"template", "controls", "variables", "nonce", "max_chars"}`: each later frame holds the variables of one render.
-* `{"tokens", "special", "ends", "limits"}`: each later frame is one of three requests. A text is a grammar, which is
-  compiled. `{"rules"}` is GBNF or Lark, and the answer is Lark. `{"schemas"}` is a list of JSON schemas, and the answer
-  is what `fit_schema.py` makes of each, as JSON.
+* `{"tokens", "special", "ends", "limits", "layout"}`: each later frame is one of three requests. A text is a grammar,
+  which is compiled. `{"rules"}` is GBNF or Lark, and the answer is Lark. `{"schemas"}` is a list of JSON schemas, and
+  the answer is what `fit_schema.py` makes of each, as JSON.
 
 The answer is `{"ok": text}` or `{"error": kind, "message": text}`. The kind is `refused` (the template called
 raise_exception, or a grammar cannot be used) or `failed`.
@@ -34,7 +34,7 @@ import signal
 import struct
 import sys
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jinja2
 from jinja2 import nodes
@@ -42,6 +42,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+if TYPE_CHECKING:  # this process cannot import our packages
+    from adapters.text.confined_setup import GrammarSetup, RendererSetup
 
 # Methods of a text whose arguments are searched for and never written out.
 SEARCHES = {
@@ -158,9 +161,9 @@ def strftime_now(layout: str) -> str:
 class Renderer:
     """Renders one template. The output is limited to `max_chars` characters."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
+    def __init__(self, setup: RendererSetup) -> None:
         self.marker = Marker(setup["controls"], setup["nonce"])
-        self.max_chars: int = setup["max_chars"]
+        self.max_chars = setup["max_chars"]
         self.variables = {name: self.marker.mark(text) for name, text in setup["variables"].items()}
         sandbox = Sandbox(self.marker)
         tree = sandbox.parse(setup["template"])
@@ -180,9 +183,12 @@ class Renderer:
 
 
 class GrammarTrial:
-    """Compiles grammars for one vocabulary. A grammar that costs too much ends this process, not the server."""
+    """Compiles grammars for one vocabulary. A grammar that costs too much ends this process, not the server.
 
-    def __init__(self, setup: dict[str, Any]) -> None:
+    seconds: processor time of one request, which the schemas of a request share.
+    """
+
+    def __init__(self, setup: GrammarSetup, seconds: float) -> None:
         import llguidance  # noqa: PLC0415 - templates are rendered without it
 
         class Vocabulary:
@@ -196,8 +202,8 @@ class GrammarTrial:
                 return []  # only forced text would be tokenized, and this process generates no answers
 
         self.limits = llguidance.LLParserLimits(**setup["limits"])
-        self.layout: dict[str, Any] = setup.get("layout", {})
-        self.seconds: float = setup["seconds"]
+        self.layout = setup["layout"]
+        self.seconds = seconds
         self.schema_module = load_sibling_module("fit_schema")  # loaded before processor time is limited
         self.matcher = llguidance.LLMatcher
         vocabulary: Any = Vocabulary()
@@ -300,7 +306,7 @@ def main() -> None:
     made: list[Renderer | GrammarTrial] = []
 
     def set_up() -> str:
-        made.append(Renderer(setup) if "template" in setup else GrammarTrial(setup))
+        made.append(Renderer(setup) if "template" in setup else GrammarTrial(setup, setup["seconds"]))
         return ""
 
     if "template" in setup:

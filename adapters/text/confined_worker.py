@@ -21,6 +21,8 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import define, field, frozen
 
+from adapters.text.confined_setup import GrammarSetup, RendererSetup
+
 SCRIPT = Path(__file__).with_name("confined_process.py")
 START_SECONDS = 60  # for a fresh interpreter on a busy machine
 WALL_CLOCK_FACTOR = 15  # seconds by the clock for each second of processor time, since the machine may be busy
@@ -64,7 +66,7 @@ class ConfinedWorker:
     max_reply_bytes: size of one answer.
     """
 
-    setup: Callable[[], Mapping[str, Any]]
+    setup: Callable[[], RendererSetup | GrammarSetup]
     seconds: float
     max_bytes: int
     max_reply_bytes: int

@@ -24,7 +24,7 @@ LAST = ("properties", "type", "$ref", "anyOf", "oneOf", "allOf")  # removed last
 MAX_OMISSIONS = 64  # of one schema
 TIME_SHARE = 0.6  # for all schemas of one request, of the processor time after which the process itself is ended
 
-Steps = tuple[Any, ...]
+SchemaPath = tuple[Any, ...]
 
 
 class SchemaFitter:
@@ -39,7 +39,7 @@ class SchemaFitter:
         self.compile = compile
         self.until = until
         self.left_out: list[list[str]] = []
-        self.visited = set[Steps]()
+        self.visited = set[SchemaPath]()
 
     def fit(self) -> dict[str, Any]:
         """Return `{"schema": schema that compiles, "left_out": [[path, reason], ...]}`. Raises OverflowError."""
@@ -47,73 +47,73 @@ class SchemaFitter:
             self.repair_part(())
         return {"schema": self.root, "left_out": self.left_out}
 
-    def repair_part(self, steps: Steps) -> None:
+    def repair_part(self, path: SchemaPath) -> None:
         """Remove from this part what keeps it from compiling."""
-        if steps in self.visited or not isinstance(self.part_at(steps), dict):
+        if path in self.visited or not isinstance(self.part_at(path), dict):
             return
-        self.visited.add(steps)
-        for inner in list(self.iterate_parts(steps)):
+        self.visited.add(path)
+        for inner in list(self.iterate_parts(path)):
             if self.find_complaint(inner):
                 self.repair_part(inner)
-        if self.find_complaint(steps):
-            target = self.find_reference_target(steps)
+        if self.find_complaint(path):
+            target = self.find_reference_target(path)
             if target is not None:
                 self.repair_part(target)
-        while (complaint := self.find_complaint(steps)) and self.part_at(steps):
-            self.remove_one_keyword(steps, complaint)
+        while (complaint := self.find_complaint(path)) and self.part_at(path):
+            self.remove_one_keyword(path, complaint)
 
-    def remove_one_keyword(self, steps: Steps, complaint: str) -> None:
+    def remove_one_keyword(self, path: SchemaPath, complaint: str) -> None:
         """Remove the keyword without which this part compiles. A keyword that the complaint names is tried first."""
-        part = self.part_at(steps)
+        part = self.part_at(path)
         named = set(re.findall(r"[A-Za-z$]+", complaint))
         keywords = sorted(part, key=lambda keyword: (keyword not in named, keyword in LAST, keyword))
         keywords = [keyword for keyword in keywords if keyword not in {"$defs", "definitions", *IDENTIFIERS}]
         if not keywords:
-            self.replace_part(steps, {})
-            self.record_omission(steps, complaint)
+            self.replace_part(path, {})
+            self.record_omission(path, complaint)
             return
         for keyword in keywords:
             less = {name: value for name, value in part.items() if name != keyword}
             if keyword == "oneOf" and "anyOf" not in part:  # `anyOf` keeps most of the meaning of `oneOf`
                 less["anyOf"] = part["oneOf"]
-            self.replace_part(steps, less)
-            if not self.find_complaint(steps):
-                self.record_omission((*steps, keyword), complaint)
+            self.replace_part(path, less)
+            if not self.find_complaint(path):
+                self.record_omission((*path, keyword), complaint)
                 return
-            self.replace_part(steps, part)
-        self.replace_part(steps, {name: value for name, value in part.items() if name != keywords[0]})
-        self.record_omission((*steps, keywords[0]), complaint)
+            self.replace_part(path, part)
+        self.replace_part(path, {name: value for name, value in part.items() if name != keywords[0]})
+        self.record_omission((*path, keywords[0]), complaint)
 
-    def record_omission(self, steps: Steps, complaint: str) -> None:
+    def record_omission(self, path: SchemaPath, complaint: str) -> None:
         """Note what was left out and why. Raises OverflowError for too many omissions."""
         if len(self.left_out) >= MAX_OMISSIONS:
             raise OverflowError("too much of it cannot be held")
-        self.left_out.append([format_path(steps), complaint])
+        self.left_out.append([format_path(path), complaint])
 
-    def find_complaint(self, steps: Steps) -> str:
+    def find_complaint(self, path: SchemaPath) -> str:
         """Compile this part with all that it refers to. Return the compiler's complaint, or the empty text."""
         if time.process_time() > self.until:
             raise OverflowError("it takes too long to be looked at")
-        if not steps:
+        if not path:
             return self.compile(self.root)
-        pointer = "".join("/" + quote(escape_step(name), safe="") for name in ("whole", *steps))
+        pointer = "".join("/" + quote(escape_step(name), safe="") for name in ("whole", *path))
         return self.compile({"$ref": "#" + pointer, "whole": rebase_references(self.root)})
 
-    def iterate_parts(self, steps: Steps) -> Iterator[Steps]:
-        """Yield the steps to each schema directly inside this part."""
-        part = self.part_at(steps)
+    def iterate_parts(self, path: SchemaPath) -> Iterator[SchemaPath]:
+        """Yield the path of each schema directly inside this part."""
+        part = self.part_at(path)
         for keyword in (*BY_NAME, *LISTS, *SINGLE):
             held = part.get(keyword)
             if keyword in BY_NAME and isinstance(held, dict):
-                yield from ((*steps, keyword, name) for name, value in held.items() if isinstance(value, dict))
+                yield from ((*path, keyword, name) for name, value in held.items() if isinstance(value, dict))
             elif keyword in LISTS and isinstance(held, list):
-                yield from ((*steps, keyword, index) for index, value in enumerate(held) if isinstance(value, dict))
+                yield from ((*path, keyword, index) for index, value in enumerate(held) if isinstance(value, dict))
             elif keyword in SINGLE and isinstance(held, dict):
-                yield (*steps, keyword)
+                yield (*path, keyword)
 
-    def find_reference_target(self, steps: Steps) -> Steps | None:
-        """Return the steps to the schema that this part's `$ref` names. None: there is none in this document."""
-        reference = self.part_at(steps).get("$ref")
+    def find_reference_target(self, path: SchemaPath) -> SchemaPath | None:
+        """Return the path of the schema that this part's `$ref` names. None: there is none in this document."""
+        reference = self.part_at(path).get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
         found: Any = self.root
@@ -128,15 +128,15 @@ class SchemaFitter:
             found = found[name]
         return tuple(way)
 
-    def part_at(self, steps: Steps) -> Any:
+    def part_at(self, path: SchemaPath) -> Any:
         found: Any = self.root
-        for name in steps:
+        for name in path:
             found = found[name]
         return found
 
-    def replace_part(self, steps: Steps, part: dict[str, Any]) -> None:
-        if steps:
-            self.part_at(steps[:-1])[steps[-1]] = part
+    def replace_part(self, path: SchemaPath, part: dict[str, Any]) -> None:
+        if path:
+            self.part_at(path[:-1])[path[-1]] = part
         else:
             self.root = part
 
@@ -183,6 +183,6 @@ def escape_step(name: Any) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
-def format_path(steps: Steps) -> str:
+def format_path(path: SchemaPath) -> str:
     """Return the path as error messages write it after the path of the schema, for example `.properties.a[0]`."""
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in steps)
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path)

@@ -213,8 +213,9 @@ class Text:
 
         max_tokens, is_disconnected: see `Tokenizer.encode`.
         """
+        assert self.template is not None
         return await self.tokenizer.encode_rendered(
-            await self.render(messages, **variables), max_tokens, is_disconnected
+            await self.template.render(messages, **variables), max_tokens, is_disconnected
         )
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:

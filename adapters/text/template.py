@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from attrs import define, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.confined_setup import RendererSetup
 from adapters.text.confined_worker import ConfinedWorker, WorkFailed, WorkTimedOut
 from adapters.text.conversation import iterate_completed
 from effects.ids import Tokens
@@ -133,7 +134,7 @@ class ChatTemplate:
         """End the worker. The next render starts another."""
         await self._confined.aclose()
 
-    def _setup(self) -> Mapping[str, Any]:
+    def _setup(self) -> RendererSetup:
         return {
             "template": self.source,
             "controls": [control.content for control in self.controls],

@@ -32,8 +32,9 @@ SMOOTHING = 8  # answers that the average time of an answer covers, about
 class DigestSource:
     """The digests of one engine.
 
-    identity: of the model, which every key depends on. store: None if nothing is kept beyond the device.
-    epoch: of this process, greater than that of an earlier one. clock_ns: the engine's clock.
+    identity: of the model; every key depends on it. store: None if nothing is kept beyond the device.
+    epoch: a number of this process. It is greater than the number of any process before it. clock_ns: the engine's
+    clock.
     """
 
     identity: str

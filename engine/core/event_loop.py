@@ -245,7 +245,10 @@ class EventLoop:
 
 
 def group_outcomes(outcomes: Sequence[RequestOutcome]) -> Iterator[Happened]:
-    """Yield outcomes of a launch as events, in order. Those of different requests that follow each other are one."""
+    """Yield outcomes of a launch as events, in order.
+
+    One event has the outcomes that follow each other, up to the second one of the same request.
+    """
     group = list[RequestOutcome]()
     requests = set[RequestId]()
     for one in outcomes:

@@ -6,9 +6,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
-from attrs import asdict, define, evolve, field
+from attrs import define, evolve, field
 
 from effects.ids import RequestId
 from effects.ports import (
@@ -21,19 +20,11 @@ from effects.ports import (
     Stage,
     Totals,
 )
+from engine.core.engine_props import DecodePace
 from engine.core.request_meter import RequestMeter, stage_of
 from states import pages, request_states
-from states.rates import Rates
 from states.slots import Follow, Slot
 from states.world import World
-
-
-def show_rates(rates: Rates) -> dict[str, Any]:
-    """Return what /props shows as `rates_ns`, with the loading times as `host` and `disk`, 0 at first."""
-    shown = asdict(rates, recurse=False)
-    loads = shown.pop("loads")
-    shown["copied"] = [asdict(gains) for gains in rates.copied]
-    return {"host": 0, "disk": 0, **loads, **shown}
 
 
 def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:
@@ -55,18 +46,10 @@ def kv_pages(world: World) -> dict[str, int]:
     return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short_of_pages)}
 
 
-def describe_pace(world: World) -> dict[str, Any]:
-    """Return what /props shows of the pace of decode steps: the latency target, and what steps keep now.
-
-    `is_even` is true while prompts wait, so that steps keep an even pace. `interval_ms` is the least time from one step
-    to the next one.
-    """
+def describe_pace(world: World) -> DecodePace:
+    """Return the pace of decode steps."""
     demand = world.pacing.demand
-    return {
-        "latency_target_ms": world.settings.latency_target_ns / 1e6,
-        "is_even": demand.has_prefill_backlog,
-        "interval_ms": demand.step_interval_ns / 1e6,
-    }
+    return DecodePace(world.settings.latency_target_ns / 1e6, demand.has_prefill_backlog, demand.step_interval_ns / 1e6)
 
 
 def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:

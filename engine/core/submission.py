@@ -7,7 +7,6 @@ from asyncio import Future, get_running_loop
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import anyio
 from attrs import define, evolve, field
@@ -18,11 +17,13 @@ from effects.ports import Activity, CancelReason, Closed, Divergence, JobAccepta
 from effects.scope import parse_scope
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.core.cache_misses import explain_miss
+from engine.core.engine_props import EngineProps
 from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
-from engine.core.status import RequestHistory, describe_pace, kv_pages, list_running, show_rates, slot_status
+from engine.core.status import RequestHistory, describe_pace, kv_pages, list_running, slot_status
 from engine.settings.output.live_figures import LiveFigures
+from engine.settings.output.server_facts import ServerFacts
 from states import residency, slot_admission
 from states.events import Cancelled, ForRequest, Submitted
 from states.world import World
@@ -100,7 +101,7 @@ class Submissions:
 
     event_loop: EventLoop
     meter: RequestMeter
-    facts: Mapping[str, Any]  # what never changes, for /props: numerics, model, settings
+    facts: ServerFacts | None  # what never changes; None without a loaded model
     live: Callable[[], LiveFigures]  # returns what changes: memory, the cache
     on_closed: Callable[[Closed], None]
     find_divergence: Callable[[RequestId, Report], Divergence | None]
@@ -167,19 +168,15 @@ class Submissions:
             queue_full=self._is_queue_full,
             troubles=live.troubles,
             outages=live.outages,
-            props={
-                **self.facts,
-                **live.build_json(),
-                "kv_pages": kv_pages(world),
-                "rates_ns": show_rates(world.rates),
-                "decode_pace": describe_pace(world),
-                "runtime": {
-                    "draft_residency": residency.describe_residency(
-                        world.models, world.settings, count_model_bytes(live)
-                    )
-                },
-                "requests": dict(Counter(stage_of(state, world) for state in world.requests.values())),
-            },
+            props=EngineProps(
+                self.facts,
+                live,
+                kv_pages(world),
+                world.rates,
+                describe_pace(world),
+                residency.describe_residency(world.models, world.settings, count_model_bytes(live)),
+                Counter(stage_of(state, world) for state in world.requests.values()),
+            ),
         )
 
     def read_world(self) -> World:
@@ -228,7 +225,7 @@ def count_model_bytes(live: LiveFigures) -> Mapping[str, tuple[int, int]]:
 def describe_cache_use(report: Report, live: LiveFigures) -> str:
     """Return for the log what was kept of a request, under which policy, and what of it was restored, by shard."""
     scope = parse_scope(report.cache.scope)
-    recent = live.full_cache.get("recent", 0)
+    recent = 0 if live.store is None else live.store.recent
     window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
     if report.followed_tokens:

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
+from engine.fleet.fleet_options import FleetArguments, FleetOptions, ReplicaRange, read_gpus
 from engine.fleet.ingress.direct_requests import IMPORT_PATH as MIDDLEWARES
 from engine.fleet.ingress.ingress_replica import IngressReplica
 from engine.fleet.ingress.open_requests import MOST_REQUESTS
@@ -39,17 +38,17 @@ INGRESS_ENVIRONMENT = {
 REPLICA_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
-def choose_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def choose_scaling(arguments: FleetArguments) -> dict[str, Any]:
     """Return the options of a deployment that decide how many replicas there are. Raises ValueError."""
     replicas = ReplicaRange.parse(str(arguments.get("replicas", FleetOptions().replicas)))
     if replicas.is_fixed:
         return {"num_replicas": replicas.least}
-    delays = (float(arguments[name]) for name in ("upscale_delay_s", "downscale_delay_s"))
+    delays = float(arguments["upscale_delay_s"]), float(arguments["downscale_delay_s"])
     return {"autoscaling_config": build_scaling(replicas.least, replicas.most, *delays)}
 
 
-def configure_router(arguments: Mapping[str, Any]) -> RequestRouterConfig:
-    """Return the router of requests to replicas. arguments: as `build_fleet` has them."""
+def configure_router(arguments: FleetArguments) -> RequestRouterConfig:
+    """Return the router of requests to replicas."""
     return RequestRouterConfig(
         request_router_class=ROUTER_PATH,
         request_router_kwargs={"remote_prefill_min_tokens": int(arguments.get("prefill_elsewhere", 0))},
@@ -57,13 +56,8 @@ def configure_router(arguments: Mapping[str, Any]) -> RequestRouterConfig:
     )
 
 
-def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
-    """Return the application.
-
-    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range,
-    `prefill_elsewhere` (`Policy.remote_prefill_min_tokens`), `options` by flat name, and `is_local` for one machine.
-    Raises ValueError.
-    """
+def build_fleet(arguments: FleetArguments) -> serve.Application:
+    """Return the application. Ray Serve calls this with the arguments of a file. Raises ValueError."""
     values = dict(arguments.get("options", {}))
     is_local = bool(arguments.get("is_local", False))
     options = parse_values(values)

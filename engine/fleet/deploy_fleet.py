@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 from ray import serve
@@ -16,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine.fleet.application import INGRESSES, NAME, build_fleet
-from engine.fleet.fleet_options import FleetOptions, list_arguments
+from engine.fleet.fleet_options import FleetArguments, FleetOptions, list_arguments
 from engine.fleet.local_ray import MARK, run_local_ray
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
@@ -73,7 +72,7 @@ def deploy_to_cluster(options: Options, fleet: FleetOptions) -> int:
     return 0
 
 
-def deploy(arguments: dict[str, Any]) -> None:
+def deploy(arguments: FleetArguments) -> None:
     """Deploy the application, and wait until it runs. Replicas of an earlier deployment are replaced one by one.
 
     Raises UserError if the replicas do not start.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from attrs import frozen
 from cyclopts.validators import Number
@@ -111,14 +111,31 @@ def read_gpus(options: Options, *, has_gpu: bool) -> int:
     return len(named) or int(has_gpu and "auto" in devices)
 
 
-def list_arguments(options: Options, fleet: FleetOptions) -> dict[str, Any]:
-    """Return the arguments of the application, as a file for `serve deploy` has them. Raises UserError."""
+class FleetArguments(TypedDict, total=False):
+    """The arguments of the application, as a file for `serve deploy` has them.
+
+    replicas: a number, or a range as `ReplicaRange.parse` takes it. upscale_delay_s, downscale_delay_s: of a range.
+    prefill_elsewhere: `Policy.remote_prefill_min_tokens`. options: those of `rekindle serve`, by flat name. is_local:
+    everything runs on one machine.
+    """
+
+    replicas: int | str
+    upscale_delay_s: float
+    downscale_delay_s: float
+    prefill_elsewhere: int
+    options: dict[str, Any]
+    is_local: bool
+
+
+def list_arguments(options: Options, fleet: FleetOptions) -> FleetArguments:
+    """Return the arguments of the application. Raises UserError."""
     if fleet.prefill_elsewhere and not options.shared_tier.kv_shared_tier:
         raise UserError("--prefill-elsewhere needs a store that all replicas share: add --kv-shared-tier")
     replicas = ReplicaRange.parse(fleet.replicas)
-    arguments: dict[str, Any] = {"replicas": replicas.least if replicas.is_fixed else str(replicas)}
+    arguments: FleetArguments = {"replicas": replicas.least if replicas.is_fixed else str(replicas)}
     if not replicas.is_fixed:
-        arguments |= {"upscale_delay_s": fleet.upscale_delay, "downscale_delay_s": fleet.downscale_delay}
+        arguments["upscale_delay_s"] = fleet.upscale_delay
+        arguments["downscale_delay_s"] = fleet.downscale_delay
     if fleet.prefill_elsewhere:
         arguments["prefill_elsewhere"] = fleet.prefill_elsewhere
     return {**arguments, "options": collect_changed_values(options)}

@@ -37,6 +37,7 @@ from engine.loading.prove_numerics import prove
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.model_options import RuntimeOptions
 from engine.settings.options import Options
+from engine.settings.output.server_facts import CompressionFacts
 from engine.settings.user_error import UserError
 from states.settings import Settings
 
@@ -251,17 +252,17 @@ def prove_remote_scorer(
         raise UserError(f"--prefill-drafter-device {found.location}: {error}") from error
 
 
-def describe_compression(options: Options, settings: Settings, prompt_scorer: LoadedScorer | None) -> Mapping[str, Any]:
-    """Return what `/props` shows as `pflash`."""
-    return {
-        "mode": options.compression.prefill_compression,
-        "threshold": options.compression.prefill_threshold,
-        "keep_ratio": options.compression.prefill_keep_ratio,
-        "curve": [[tokens, keep / 1000] for tokens, keep in options.compression.keep_ratio_curve],
-        "drafter": None if prompt_scorer is None else Path(prompt_scorer.found.name).name,
-        "device": None if prompt_scorer is None else prompt_scorer.found.location,
-        "most_tokens": settings.scorer_max_tokens,
-        "draft_residency": settings.residency.policy,
-        "freeze": options.cache.disk_prefix_cache_compress,
-        "hot_window": FRESH_MESSAGES,
-    }
+def describe_compression(options: Options, settings: Settings, prompt_scorer: LoadedScorer | None) -> CompressionFacts:
+    """Return the settings of compression as they are in effect."""
+    return CompressionFacts(
+        mode=options.compression.prefill_compression,
+        threshold=options.compression.prefill_threshold,
+        keep_ratio=options.compression.prefill_keep_ratio,
+        curve=tuple((tokens, keep / 1000) for tokens, keep in options.compression.keep_ratio_curve),
+        drafter=None if prompt_scorer is None else Path(prompt_scorer.found.name).name,
+        device=None if prompt_scorer is None else prompt_scorer.found.location,
+        most_tokens=settings.scorer_max_tokens,
+        draft_residency=settings.residency.policy,
+        freeze=options.cache.disk_prefix_cache_compress,
+        hot_window=FRESH_MESSAGES,
+    )

@@ -18,12 +18,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define, evolve
-from attrs.filters import exclude
+from attrs import define
 
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
@@ -40,11 +39,12 @@ from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
+from effects.model_details import ModelDetails
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
-from engine.loading.drafts.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
+from engine.loading.drafts.attach_draft import add_proposers, get_last_kernels, offload_unused_draft
 from engine.loading.drafts.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.drafts.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.identity import check_identity
@@ -73,6 +73,7 @@ from engine.settings.model_options import ModelOptions, WeightOptions
 from engine.settings.options import Options
 from engine.settings.output import start_progress
 from engine.settings.output.live_figures import LiveFigures, MemoryLedger, ModelBytes
+from engine.settings.output.server_facts import CompressionFacts, ServerFacts
 from engine.settings.paths import find_model_folder, find_user_folder
 from engine.settings.user_error import UserError
 from states.settings import Settings
@@ -93,20 +94,16 @@ class LoadedModel:
     settings: Settings
     identity: str
     model_id: str
-    mode: str  # exact or fast
+    mode: Literal["exact", "fast"]
     kv_dtype: str  # the formats of cached keys and values
     freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
     calibrations: CalibrationCache
+    compression: CompressionFacts
     draft: DraftModel | None = None
     scorer: LoadedScorer | None = None
     host_experts: HostExperts | None = None
-    pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
-
-    @property
-    def numerics_facts(self) -> Mapping[str, Any]:
-        return {"mode": self.mode, **self.numerics.build_report()}
 
     @property
     def weight_bytes(self) -> int:
@@ -115,28 +112,23 @@ class LoadedModel:
         return held["weights"] + held["host"]
 
     @property
-    def model_info(self) -> Mapping[str, Any]:
-        config = self.checkpoint.config
-        return {
-            "n_ctx_train": config.max_positions,
-            "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
-            "kv_dtype": self.kv_dtype,
-            "size": self.weight_bytes,
-            "packed": list(self.checkpoint.packing_names),
-            "bits_per_weight": round(self.checkpoint.stored_bits, 2),
-            "bits_in_memory": round(self.checkpoint.compute_bits(self.weight_bytes), 2),
-            "quantize_error": self.checkpoint.rounding_error,
-        }
+    def details(self) -> ModelDetails:
+        return ModelDetails(
+            n_ctx_train=self.checkpoint.config.max_positions,
+            dtype=str(self.shard.spec.dtype).removeprefix("torch."),
+            kv_dtype=self.kv_dtype,
+            size=self.weight_bytes,
+            packed=tuple(self.checkpoint.packing_names),
+            bits_per_weight=round(self.checkpoint.stored_bits, 2),
+            bits_in_memory=round(self.checkpoint.compute_bits(self.weight_bytes), 2),
+            quantize_error=self.checkpoint.rounding_error,
+        )
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> ServerFacts:
+        """The facts for /props that do not change while it serves."""
         devices = ", ".join(dict.fromkeys(map(name_device, self.shard.parts)))
-        return {
-            "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
-            "pflash": self.pflash,
-            # Rates change and are shown as `rates_ns`.
-            "settings": asdict(self.settings, filter=exclude("rates")),
-        }
+        return ServerFacts(self.model_id, self.identity, devices, self.details, self.compression, self.settings)
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
@@ -162,13 +154,13 @@ class LoadedModel:
         """Return what changes while it serves."""
         damaged: Mapping[str, int] = self.calibrations.damaged
         if self.transfer is None:
-            return LiveFigures(self.build_ledger(0), damaged, {"disk_policy": "off"}, self.outages)
-        cache = self.transfer.store.collect_figures()
-        policy = str(self.scope) if self.has_disk else "off"
+            return LiveFigures(self.build_ledger(0), damaged, None, "off", self.outages)
+        figures = self.transfer.store.collect_figures()
         return LiveFigures(
-            self.build_ledger(cache["host"]["bytes"]),
+            self.build_ledger(figures.tiers["host"].bytes),
             {**damaged, **self.transfer.store.damaged_files},
-            {**cache, "disk_policy": policy},
+            figures,
+            str(self.scope) if self.has_disk else "off",
             self.outages,
             {f"tier {name}": why for name, why in self.transfer.store.troubles.items()},
         )
@@ -273,9 +265,8 @@ def load_with_peers(
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels.shards), numerics, cache, peers.draft)
-    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
+    parts, proposer = add_proposers(parts, usable_draft, options, checkpoint, neighbours, on_step=on_step)
     draft = None if proposer is None else proposer.draft
-    parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, neighbours))
     on_step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     on_step(start_progress.MEASURE)
@@ -307,7 +298,7 @@ def load_with_peers(
         draft=draft,
         scorer=scorer,
         host_experts=host_experts,
-        pflash=describe_compression(options, settings, scorer),
+        compression=describe_compression(options, settings, scorer),
         transfer=transfer,
     )
 

@@ -191,7 +191,11 @@ def exit_with_connection(connection: socket.socket) -> None:
 
 
 def build_joiner(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | None]:
-    """Return a function that joins the memory that the server shares: from it, to it, and what it lends."""
+    """Return a function that maps the memory which the server shares with this process.
+
+    memory: descriptors of what comes from the server, of what goes to it, and of host memory that it lends, if any. The
+    function takes the bytes of the first two. It returns None where they cannot be mapped.
+    """
 
     def join(sizes: tuple[int, int]) -> Shared | None:
         try:

@@ -30,8 +30,8 @@ def describe_costs(target: LoadedModel) -> str:
     line = f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {in_all}{on_host})"
     line += describe_expert_placement(target.host_experts, shard)
     line += f"  context={format_bytes(shard.rows.spec.token_bytes)} a token"
-    kv_dtype = target.model_info["kv_dtype"]
-    line += "" if kv_dtype == target.model_info["dtype"] else f" in {kv_dtype}"
+    kv_dtype = target.details.kv_dtype
+    line += "" if kv_dtype == target.details.dtype else f" in {kv_dtype}"
     return line + (f", {format_bytes(state_bytes)} a state" if state_bytes else "")
 
 

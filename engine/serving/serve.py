@@ -67,15 +67,15 @@ LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run_server(options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading) -> NoReturn:
+def run_server(options: Options, progress: StartProgress, beginning: BackgroundLoad, reading: Reading) -> NoReturn:
     """Serve until a signal ends it. The exit status is 0 after a clean drain, and 1 if requests were cancelled."""
     raise_file_limit()
     try:
-        status = anyio.run(serve_until_signal, options, steps, beginning, reading)
+        status = anyio.run(serve_until_signal, options, progress, beginning, reading)
     except (UserError, BaseExceptionGroup) as error:
         reason = find_innermost(error)
         if not beginning.cancel() and isinstance(reason, UserError):
-            steps.finish()
+            progress.finish()
             exit_process(
                 report_error(reason)
             )  # its step takes long, and an interpreter that ends meanwhile would crash
@@ -125,7 +125,7 @@ class LoadingGate:
 
 
 async def serve_until_signal(
-    options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading
+    options: Options, progress: StartProgress, beginning: BackgroundLoad, reading: Reading
 ) -> int:
     """Listen, load and serve. Returns the exit status."""
     gate = LoadingGate()
@@ -134,7 +134,9 @@ async def serve_until_signal(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch_signals, signals, gate, stop, options.http.grace)
             serving: RunningServer = await tasks.start(listen, options, gate)
-            clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning, reading=reading)
+            clean = await serve_model(
+                options, gate, serving, stop, progress=progress, beginning=beginning, reading=reading
+            )
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 
@@ -175,12 +177,12 @@ async def serve_model(
     serving: RunningServer,
     stop: anyio.Event,
     *,
-    steps: StartProgress,
+    progress: StartProgress,
     beginning: BackgroundLoad,
     reading: Reading,
 ) -> bool:
     """Serve from the load to the end of the drain. Returns True if no request was cut short."""
-    steps(TOKENIZER)
+    progress(TOKENIZER)
     text = await load_text(options.model, reading)
     try:
         target = await beginning.wait_for_target()
@@ -213,9 +215,9 @@ async def serve_model(
             routes = make_fleet_routes(running.submissions, target)
             gate.app = build_app(running.submissions, text, about, running.metrics, histories, fleet_routes=routes)
             watch.start()
-            steps.finish()
+            progress.finish()
             freeze_collected()
-            announce(options, target, serving, time.monotonic() - steps.began)
+            announce(options, target, serving, time.monotonic() - progress.began)
             async with anyio.create_task_group() as background:
                 background.start_soon(loader.run)
                 await wait_for_stop(stop, target.executor.threads)
@@ -255,7 +257,7 @@ async def drain_requests(running: Engine, serving: RunningServer, grace_s: float
 
 
 def with_grammars(target: LoadedModel, match: Match) -> LoadedModel:
-    """Return the target with an executor that holds answers to their grammars. It takes the place of the first one."""
+    """Return the target with a new executor in place of its own. The new one keeps answers to their grammars."""
     return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
 
 

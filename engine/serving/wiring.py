@@ -7,12 +7,11 @@ events: the meter, the metrics and the recorder.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 
 from adapters.device.device_events import DeviceEvent, DraftProcessChanged, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor import DeviceExecutor
@@ -37,6 +36,7 @@ from engine.core.trace import Recorder
 from engine.loading.load_scorer import LoadedScorer
 from engine.serving.memory_trim import MemoryTrimmer
 from engine.settings.output.live_figures import LiveFigures
+from engine.settings.output.server_facts import ServerFacts
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
@@ -59,10 +59,11 @@ class Engine:
 class StatusSources:
     """The sources of what an engine reports about the process around it.
 
-    facts: what never changes, for /props. live: returns what changes. threads: /health reports their troubles.
+    facts: what never changes; None without a loaded model. live: returns what changes. threads: /health reports their
+    troubles.
     """
 
-    facts: Mapping[str, Any] = field(factory=dict[str, Any])
+    facts: ServerFacts | None = None
     live: Callable[[], LiveFigures] = LiveFigures
     threads: Sequence[WatchedThread] = ()
 

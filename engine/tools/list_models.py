@@ -95,12 +95,11 @@ def run_models(options: Options, *, as_json: bool) -> int:
 def list_model(model: LocalModel, options: Options) -> ListedModel:
     """Return how a model would be served. Only the headers of its files are read."""
     options = evolve_options(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
-    named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
     try:
         checkpoint = Checkpoint.open(model.path)
         draft = find_draft(options, checkpoint)
     except (CheckpointError, UserError) as error:
-        return ListedModel(**named, why=str(error).removeprefix(f"{model.path}: "))
+        return ListedModel(name=model.name, path=str(model.path), why=str(error).removeprefix(f"{model.path}: "))
     config = checkpoint.config
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     if not can_host_experts(options, config):
@@ -125,7 +124,8 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
     plan = plan_with()
     asked, fit = estimate(plan)
     return ListedModel(
-        **named,
+        name=model.name,
+        path=str(model.path),
         family=checkpoint.family.model_type,
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
         bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
@@ -159,7 +159,7 @@ def can_host_experts(options: Options, config: ModelConfig) -> bool:
 
 
 # What may help: options that influence the fit, each with a value that takes less memory.
-CHANGES: dict[str, Any] = {
+CHANGES: dict[str, str | int] = {
     "experts": "host",
     "slots": 1,
     "max_ctx": 8192,

@@ -174,7 +174,10 @@ class PrefixRouter:
         self._free_at[number] = max(self._free_at[number], now_ns) + work_ns
 
     def _name_conversation(self, keys: Sequence[bytes]) -> str:
-        """Return a name for the conversation of a prompt without one: that of an earlier prompt that it continues."""
+        """Return a name for the conversation of a prompt whose caller has named none.
+
+        A prompt that continues an earlier one gets the name of that one. Any other gets a new name from its last key.
+        """
         for key in reversed(keys[-SCANNED_KEYS:]):
             if (name := self._ends.pop(key, None)) is not None:
                 break

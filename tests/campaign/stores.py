@@ -99,7 +99,7 @@ def sound(store: Store) -> None:
     """Its thread is alive and had no trouble, and nothing is held."""
     assert store.lower_tiers
     assert not store.lower_tiers[0].writer.trouble, store.lower_tiers[0].writer.trouble
-    figures = store.collect_figures()
+    figures = store.collect_figures().build_json()
     assert (figures["leases"], figures["queued_bytes"]) == (0, 0), figures
 
 

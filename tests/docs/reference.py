@@ -13,6 +13,7 @@ import anyio
 from prometheus_client import Metric
 from starlette.routing import Route
 
+from adapters.cache_figures import RestoreTotals, StoreFigures, TierFigures
 from adapters.http.apis import anthropic_messages, llamacpp, openai_chat, openai_completions, openai_responses
 from adapters.http.apis.api import Api
 from adapters.http.app import build_app
@@ -23,7 +24,7 @@ from adapters.http.page import files
 from adapters.http.request.controls import ApiFieldNames
 from adapters.http.request.parsed_request import ApiClient
 from adapters.http.wire.fields import Fields
-from adapters.metrics import DISK_COUNTERS, Metrics
+from adapters.metrics import DISK_COUNTERS, SHARED_COUNTERS, Metrics
 from adapters.text.model_text import Text
 from benchmarks.report import wrap_prose
 from effects.job import Report
@@ -159,9 +160,10 @@ def every_metric() -> Metrics:
     behind it.
     """
     metrics = Metrics()
-    figures = defaultdict[str, Any](int, budget=1, hits={"host": 0}, misses={"cold": 0}, host=defaultdict(int))
-    figures |= {"restores": {"device": defaultdict(int)}, **dict.fromkeys((*DISK_COUNTERS, "queued_bytes"), 0)}
-    figures["shared"] = defaultdict[str, Any](int, budget=1)
+    disk = TierFigures(0, 1, 0, 0, dict.fromkeys((*DISK_COUNTERS, "queued_bytes"), 0))
+    shared = TierFigures(0, 1, 0, 0, dict.fromkeys((*SHARED_COUNTERS, "usable", "queued_bytes"), 0))
+    tiers = {"host": TierFigures(0, 0, 0, 0), "disk": disk, "shared": shared}
+    figures = StoreFigures(tiers, {"host": 0}, {"cold": 0}, {"device": RestoreTotals()}, 0, 0, 0, 0)
     metrics.watch_cache(lambda: figures)
     metrics.watch_damage(lambda: {"run": 0})
     metrics.watch_pages(lambda: dict.fromkeys(("busy", "idle", "free"), 0))

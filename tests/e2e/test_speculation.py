@@ -258,7 +258,7 @@ async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain
 @only_hybrid
 async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
     assert target.model_id == "demo-hybrid"
-    assert target.numerics_facts["mode"] == "exact"
+    assert target.mode == "exact"
     assert (target.settings.stateful, target.settings.max_proposals, target.settings.keep_decoded) == (True, 7, True)
     assert target.build_ledger(0).models["draft"].device > 0
 
@@ -315,7 +315,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     async with run_engine(settings, target.executor, **how) as running:
 
         def shown() -> dict:
-            return running.submissions.status().props["runtime"]["draft_residency"]
+            return running.submissions.status().props.build_json()["runtime"]["draft_residency"]
 
         async def asked() -> Heard:
             heard = await hear_answer(running, jobs[0])

@@ -141,7 +141,7 @@ async def engine(
         tasks.start_soon(carry_out)
 
     event_loop = EventLoop(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
-    door = Submissions(event_loop, meter, {}, LiveFigures, closed.append, CacheMisses({}, settings).find_divergence)
+    door = Submissions(event_loop, meter, None, LiveFigures, closed.append, CacheMisses({}, settings).find_divergence)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import anyio
 from anyio.abc import TaskGroup
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from effects.decode import Logprob
 from effects.ids import RequestId, Tier, Tokens
@@ -36,6 +36,15 @@ from effects.ports import (
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 from engine.core.cache_misses import find_longest_divergence
+
+
+@frozen
+class FakeProps:
+    """Implements `Props`."""
+
+    def build_json(self) -> Mapping[str, Any]:
+        return {"model": "fake"}
+
 
 FINISHES: Mapping[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -194,7 +203,7 @@ class FakeDoor:
             queue_full=self._full,
             troubles={**self.troubles, **self.outages},
             outages=self.outages,
-            props={"model": "fake"},
+            props=FakeProps(),
         )
 
     def activity(self) -> Activity:

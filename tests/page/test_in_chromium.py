@@ -21,7 +21,9 @@ from adapters.text.model_text import Text
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import Tokens
+from effects.model_details import ModelDetails
 from effects.prefill import RunPrefill
+from engine.settings.output.server_facts import CompressionFacts, ServerFacts
 from tests.browser import SHIFT, Browser, Page, found
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, engine
 from tests.text import small
@@ -153,11 +155,14 @@ async def test_it_opens_without_a_complaint_and_shows_the_server(seen: Seen) -> 
 
 @pytest.mark.parametrize(("size", "hidden"), [(22 << 20, False), (8 << 30, True)])
 async def test_only_a_small_model_is_said_to_make_things_up(seen: Seen, size: int, hidden: bool) -> None:
-    seen.engine.door.facts = {"model": {"size": size}}
+    details = ModelDetails(1024, "bfloat16", "bfloat16", size, (), 16.0, 16.0, None)
+    compression = CompressionFacts("off", 0, 1.0, (), None, None, 0, "auto", freeze=False, hot_window=0)
+    settings = seen.engine.event_loop.world.settings
+    seen.engine.door.facts = ServerFacts("scripted", "", "cpu", details, compression, settings)
     async with seen.page() as page:
         assert await page.js("document.querySelector('#small').hidden") == hidden
         assert "makes things up" in await page.js("document.querySelector('#small').textContent")
-    seen.engine.door.facts = {}
+    seen.engine.door.facts = None
 
 
 TILE = "document.querySelector('#tiles b').innerText"

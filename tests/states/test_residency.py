@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from effects.all import Effect, EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
@@ -23,6 +23,7 @@ from states.residency import (
     IDLE_LOCATION,
     Policy,
     Residence,
+    ResidencyReport,
     Resolved,
     Use,
     describe_residency,
@@ -191,8 +192,9 @@ def test_other_outcomes_leave_the_residency_alone() -> None:
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
     parked = {"draft": Residence("parked", size_bytes=9, moved_bytes=18, loads=1, parks=1, failures=1, error="io: bad")}
     shown = describe_residency(parked, SCOPED)
-    assert shown["policy"] == "request-scoped"
-    assert shown["draft"] == {
+    assert shown.policy == "request-scoped"
+    assert shown.draft is not None
+    assert asdict(shown.draft) == {
         "state": "parked",
         "after_use": "park",
         "device_bytes": 0,
@@ -204,12 +206,10 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
         "failures": 1,
         "last_error": "io: bad",
     }
-    counted = describe_residency({"draft": Residence()}, DRAFT, {"draft": (7, 8)})["draft"]
-    assert (counted["state"], counted["device_bytes"], counted["host_bytes"], counted["last_error"]) == (
-        *("loaded", 7, 8),
-        None,
-    )
-    assert describe_residency({"draft": Residence()}, PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
+    counted = describe_residency({"draft": Residence()}, DRAFT, {"draft": (7, 8)}).draft
+    assert counted is not None
+    assert (counted.state, counted.device_bytes, counted.host_bytes, counted.last_error) == ("loaded", 7, 8, None)
+    assert describe_residency({"draft": Residence()}, PLAIN) == ResidencyReport("auto", None, None)
 
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.

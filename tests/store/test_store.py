@@ -57,7 +57,12 @@ async def test_host_memory_alone_keeps_and_evicts() -> None:
     store = memory(2 * RUN)
     for number in range(4):
         save(store, (number, *ONE[1:]))
-    assert store.collect_figures()["host"] == {"bytes": 2 * RUN, "budget": 2 * RUN, "entries": 2, "evictions": 2}
+    assert store.collect_figures().build_json()["host"] == {
+        "bytes": 2 * RUN,
+        "budget": 2 * RUN,
+        "entries": 2,
+        "evictions": 2,
+    }
     assert store.find_prefix((0, *ONE[1:], 0), 0) == Miss("diverged_at:0")
     name, lease = store.find_prefix((3, *ONE[1:], 0), 0)
     assert (lease.tier, fetch(store, (3, *ONE[1:]), name)) == ("host", 40)
@@ -71,7 +76,7 @@ def test_a_miss_says_why() -> None:
     save(store, ONE)
     assert store.find_prefix((*ONE[:22], 0, 0, 0), 20) == Miss("diverged_at:20", 20)
     assert store.find_prefix((9, *ONE), 0) == Miss("diverged_at:0")
-    assert store.collect_figures()["misses"] == {"too_short": 1, "empty_store": 1, "diverged_at": 2}
+    assert store.collect_figures().build_json()["misses"] == {"too_short": 1, "empty_store": 1, "diverged_at": 2}
 
 
 def where(store, prompt: Tokens, beyond: int = 0, salt: str = "") -> Divergence | None:
@@ -208,7 +213,7 @@ def test_a_lease_is_released_once() -> None:
     store = memory(RUN)
     save(store, ONE)
     name, _ = store.find_prefix((*ONE, 0), 0)
-    assert store.collect_figures()["leases"] == 1
+    assert store.collect_figures().build_json()["leases"] == 1
     store.release(name)
     with pytest.raises(KeyError):
         store.release(name)

@@ -84,7 +84,7 @@ def contract(tier: StoreTier, entry: Entry) -> None:
     assert entry.last_turn > used, "what was found is young again"
     assert entry.hits == 1
     shown = {"bytes": entry.size, "budget": tier.index.budget, "entries": 1, "evictions": 0}
-    assert tier.collect_figures().items() >= shown.items()
+    assert tier.collect_figures().build_json().items() >= shown.items()
 
 
 def test_host_memory_is_a_tier() -> None:
@@ -119,4 +119,4 @@ def test_what_finds_no_room_is_given_up_and_counted(lower: Callable[..., Lower])
     one.done()
     assert reports == ["done"], "a thread that waits for it is notified all the same"
     assert not one.tier.index.entries
-    assert one.tier.collect_figures()["dropped_writes"] == 1
+    assert one.tier.collect_figures().build_json()["dropped_writes"] == 1

@@ -69,7 +69,7 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
     store, slots = filled(path), TwoSlots()
     assert store.lower_tiers
     names = listed(path)
-    entries, figures = list(store.lower_tiers[0].index.entries.values()), store.collect_figures()
+    entries, figures = list(store.lower_tiers[0].index.entries.values()), store.collect_figures().build_json()
     with CopyMeasurement(store, (slots,), CAPACITY, BLOCK_SIZE).lease_files(store.lower_tiers[0]) as loads:
         assert len(loads) == 3
         assert all(entry.leases == 1 for entry in entries)
@@ -79,7 +79,7 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
     assert all(entry.leases == 0 for entry in entries)
     assert slots.all.any(), "no rows came into the slot"
     assert listed(path) == names
-    assert store.collect_figures() == figures, "no request was served, so nothing is counted"
+    assert store.collect_figures().build_json() == figures, "no request was served, so nothing is counted"
     store.close()
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_file_brings_nothing_and_is_put_aside_once(path: Path, monkeyp
         assert rehearsal.measure_alone(loads) == 0
         assert rehearsal.measure_alone(loads) == 0
         assert rehearsal.measure_single(loads) == 0
-    assert (store.collect_figures()["quarantined"], store.damaged_files["run"]) == (3, 3)
+    assert (store.collect_figures().build_json()["quarantined"], store.damaged_files["run"]) == (3, 3)
     assert len(store.lower_tiers[0].index) == 0
     assert all(name.startswith(QUARANTINE) for name in listed(path) if name.endswith(".zst"))
     store.close()

@@ -233,7 +233,7 @@ def made(folder: Path, host: int) -> StatefulBench:
 
 
 def ended(bench: StatefulBench) -> None:
-    assert bench.store.collect_figures()["leases"] == 0
+    assert bench.store.collect_figures().build_json()["leases"] == 0
     assert bench.executor.close()
     bench.moving.close()
 
@@ -349,7 +349,7 @@ async def test_a_draft_whose_rows_are_not_kept_costs_no_row_of_the_target(
         saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:72]))
     assert saved == SnapshotSaved(72, LAYOUT.compute_size("rows", 72))
     assert f"slot 0: rows 0..71 of the draft are not kept: {why}" in caplog.messages
-    figures = bench.store.collect_figures()
+    figures = bench.store.collect_figures().build_json()
     assert (figures["dropped_rows"], figures["dropped_draft_rows"]) == (0, 72)
 
 

@@ -14,6 +14,7 @@ import anyio
 import pytest
 from attrs import define, evolve, field
 
+from adapters.cache_figures import TierFigures
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
@@ -59,7 +60,7 @@ class ObjectTier:
     def touch(self, entry: Entry) -> None:
         self.index.touch(entry)
 
-    def collect_figures(self) -> Mapping[str, int]:
+    def collect_figures(self) -> TierFigures:
         return self.index.collect_figures()
 
     def close(self) -> bool:
@@ -115,7 +116,7 @@ async def test_a_prompt_is_restored_from_a_third_tier_with_the_same_bits(bench: 
     assert await bench.restore(2, found, 3) == BlocksRestored(0, 96, 96 * store.layout.token_bytes)
     await bench.prefill(2, 3, 96)
     assert await bench.answer(2, 3) == cold
-    figures = store.collect_figures()
+    figures = store.collect_figures().build_json()
     assert figures["hits"] == {OBJECTS: 1}
     assert figures["restores"][OBJECTS]["count"] == 1
     assert figures[OBJECTS]["entries"] == len(tier.objects) > 0

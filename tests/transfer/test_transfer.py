@@ -103,7 +103,7 @@ class Bench:
         return timeless(outcome)
 
     def leases(self) -> int:
-        return self.moving.store.collect_figures()["leases"]
+        return self.moving.store.collect_figures().build_json()["leases"]
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -243,7 +243,7 @@ async def test_a_snapshot_stops_between_two_runs_and_goes_on(bench: Bench, monke
         assert copies.begun == [1, 2]
         bench.moving.saver.pace_snapshot(RequestId(1), UNPACED)
     assert len(copies.begun) == 6
-    assert not bench.moving.store.collect_figures()["dropped_rows"]
+    assert not bench.moving.store.collect_figures().build_json()["dropped_rows"]
 
 
 async def test_a_snapshot_that_nobody_awaits_any_more_ends_by_itself(
@@ -268,7 +268,7 @@ async def test_what_there_is_no_time_for_is_dropped_and_counted(bench: Bench) ->
     bench.moving.saver.clock_ns = lambda: next(times)
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(32, 32 * bench.moving.store.layout.token_bytes)
-    assert bench.moving.store.collect_figures()["dropped_rows"] == 64
+    assert bench.moving.store.collect_figures().build_json()["dropped_rows"] == 64
     settled(bench.moving.store)
     assert (await bench.found(2)).length == 32
 
@@ -285,7 +285,7 @@ async def test_a_snapshot_without_memory_costs_the_request_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(bench.moving.store.memory.__class__, "allocate", full)
         assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
-    assert bench.moving.store.collect_figures()["dropped_rows"] == 96
+    assert bench.moving.store.collect_figures().build_json()["dropped_rows"] == 96
     assert len(await bench.answer(1, 0)) == 6
 
 
@@ -296,7 +296,7 @@ async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes
     bench.open(1, 0)
     await bench.prefill(1, 0)
     assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
-    assert store.collect_figures()["dropped_rows"] == 96
+    assert store.collect_figures().build_json()["dropped_rows"] == 96
     assert elsewhere.data.nbytes == ALIGN
 
 
@@ -310,7 +310,7 @@ async def test_no_memory_is_registered_where_the_core_forbids_it(may_grow: bool,
     await bench.prefill(1, 0)
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(rows, rows * store.layout.token_bytes)
-    assert store.collect_figures()["dropped_rows"] == 96 - rows
+    assert store.collect_figures().build_json()["dropped_rows"] == 96 - rows
     assert bool(store.memory.slab_bytes) == may_grow
 
 
@@ -367,7 +367,7 @@ async def test_a_snapshot_that_nobody_waits_behind_waits_for_the_disk(bench: Ben
     await bench.prefill(1, 0)
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(96, 96 * store.layout.token_bytes)
-    assert not store.collect_figures()["dropped_rows"]
+    assert not store.collect_figures().build_json()["dropped_rows"]
 
 
 async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:

@@ -127,7 +127,7 @@ class DecodeRunner:
         goes_on = self._batch is not None or self.overlapped.can_run(effect_requests, None)
         return goes_on and any(map(goes_along, effect_requests))
 
-    def run(self, effect_requests: Sequence[EffectRequest], steps: OutcomeQueue) -> list[EffectRequest]:
+    def run(self, effect_requests: Sequence[EffectRequest], queue: OutcomeQueue) -> list[EffectRequest]:
         """Take step after step, until each member has its last outcome or other work needs the lane.
 
         Between two steps of a running launch the requests join that one. Returns prompts that could not go along.
@@ -136,7 +136,7 @@ class DecodeRunner:
             self._batch.join(effect_requests)
             return []
         takes_prompts = any(map(goes_along, effect_requests))
-        batch = RunningBatch(steps, self.lane, self.before_report, has_changed=takes_prompts)
+        batch = RunningBatch(queue, self.lane, self.before_report, has_changed=takes_prompts)
         self._batch = batch
         not_along = list[EffectRequest]()
         try:

@@ -40,8 +40,8 @@ class PrefillRunner:
     is_alone: Callable[[], bool]
     decoding: DecodeRunner
 
-    def run(self, request: RequestId, effect: RunPrefill, steps: OutcomeQueue) -> Outcome:
-        """Compute the rows of one prefill. steps: gets the outcomes of all chunks but the last one, which is returned.
+    def run(self, request: RequestId, effect: RunPrefill, queue: OutcomeQueue) -> Outcome:
+        """Compute the rows of one prefill. queue: gets the outcomes of all chunks but the last one, which is returned.
 
         The caller has checked that the request is not abandoned.
         """
@@ -63,7 +63,7 @@ class PrefillRunner:
         try:
             for stop in chunks:
                 if stop < effect.stop:
-                    steps.put(((request, PrefillAdvanced(stop, more=True)),))
+                    queue.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
             is_lost = effect.stop - effect.start > self.chunk or not self.shard.states.survives_failure
             if is_lost and self.shard.states.specs and is_out_of_memory(error):
@@ -76,7 +76,7 @@ class PrefillRunner:
             self.checkpoints.keep_after_chunk(request, effect, state)
         return PrefillAdvanced(stop, took_ns)
 
-    def run_together(self, effect_requests: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
+    def run_together(self, effect_requests: Sequence[EffectRequest], queue: OutcomeQueue) -> None:
         """Compute the next rows of several prompts, and report those of each forward when they are in place.
 
         No times are reported, because a forward may wait for the one before it. If memory is missing, every prefill
@@ -91,20 +91,20 @@ class PrefillRunner:
             waiting[one.effect.slot] = (one.request, one.effect)
         try:
             for pieces in run_pieces(
-                self.shard, self.buckets, self._make_forwards(waiting, steps), self.decoding.follow
+                self.shard, self.buckets, self._make_forwards(waiting, queue), self.decoding.follow
             ):
                 done = [(waiting.pop(piece.slot), piece) for piece in pieces]
                 for (request, effect), piece in done:
                     self.checkpoints.keep_after_chunk(request, effect, piece.state)
-                steps.put([(request, PrefillAdvanced(piece.stop)) for (request, _), piece in done])
+                queue.put([(request, PrefillAdvanced(piece.stop)) for (request, _), piece in done])
         except Exception as error:
             if not is_out_of_memory(error) or self.shard.states.specs:
                 raise
             failure = out_of_memory_failure(error)
-            steps.put([(request, failure) for request, _ in waiting.values()])
+            queue.put([(request, failure) for request, _ in waiting.values()])
 
     def _make_forwards(
-        self, waiting: dict[int, tuple[RequestId, RunPrefill]], steps: OutcomeQueue
+        self, waiting: dict[int, tuple[RequestId, RunPrefill]], queue: OutcomeQueue
     ) -> Iterator[list[PromptPiece]]:
         """Yield the pieces of each forward. What cannot be computed is reported and taken from `waiting`."""
         for group in group_prefills([effect for _, effect in waiting.values()], self.chunk):
@@ -114,7 +114,7 @@ class PrefillRunner:
                 state = self._begin(request, effect)
                 if isinstance(state, DeviceFailed):
                     del waiting[effect.slot]
-                    steps.put(((request, state),))
+                    queue.put(((request, state),))
                 else:
                     pieces.append(PromptPiece(effect.slot, effect.start, effect.stop, state))
             if pieces:

@@ -131,17 +131,17 @@ class InFlightRequests:
         """Enter a launch. Return the queue for its outcomes, and what the lane calls if the launch raises."""
         requests = [effect_request.request for effect_request in launch.effect_requests]
 
-        def wake_reader(steps: OutcomeQueue) -> None:
+        def wake_reader(queue: OutcomeQueue) -> None:
             with suppress(RuntimeError):  # the event loop has closed, and with it every caller
-                wake(self._deliver, steps)
+                wake(self._deliver, queue)
 
         def deliver_failure(error: BaseException) -> None:
             with suppress(RuntimeError):
-                wake(self._fail, steps, error)
+                wake(self._fail, queue, error)
 
-        steps = OutcomeQueue(wake_reader, dict.fromkeys(requests))
+        queue = OutcomeQueue(wake_reader, dict.fromkeys(requests))
         self._launched |= dict.fromkeys(requests, (lane, done))
-        return steps, deliver_failure
+        return queue, deliver_failure
 
     @property
     def count(self) -> int:
@@ -157,18 +157,18 @@ class InFlightRequests:
         if request in self._launched:
             self.abandoned.add(request)
 
-    def _deliver(self, steps: OutcomeQueue) -> None:
+    def _deliver(self, queue: OutcomeQueue) -> None:
         found = dict[DeliverOutcomes, list[RequestOutcome]]()
-        for request, outcome in steps.take():
+        for request, outcome in queue.take():
             found.setdefault(self._launched[request][1], []).append((request, outcome))
             if not has_more_to_come(outcome):
                 self._remove(request)
         for done, outcomes in found.items():
             done(outcomes)
 
-    def _fail(self, steps: OutcomeQueue, error: BaseException) -> None:
+    def _fail(self, queue: OutcomeQueue, error: BaseException) -> None:
         found = dict[DeliverOutcomes, list[RequestId]]()
-        for request in steps.members:
+        for request in queue.members:
             found.setdefault(self._remove(request), []).append(request)
         for done, requests in found.items():
             done(LaunchFailed(tuple(requests), error))

@@ -120,7 +120,7 @@ def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, An
             "why": report.speculation or None,
         },
         "tool_choice": TOOL_CHOICE_RESULTS[ended.planned_job.reader.check_choice(ended.called_functions)],
-        "numerics": options.model.numerics.get("mode", "exact"),
+        "numerics": options.model.mode,
         "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.outcome.stages_ms.items()},
     }
 

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any
 
 import msgspec
 from attrs import define, evolve, field, frozen
@@ -87,7 +86,7 @@ class FrozenMessages(PersistentLru):
         for name, spans in effect.frozen:
             self.put(name, ENCODER.encode(spans))
 
-    def count_figures(self) -> dict[str, Any]:
+    def count_figures(self) -> dict[str, int]:
         return {
             "messages": len(self),
             "bytes": self.size,

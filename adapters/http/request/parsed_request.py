@@ -38,9 +38,9 @@ class ParsedRequest(Generic[D]):
     """A request that is understood.
 
     paths: of each prompt in the body. details: what only the answers of this API need to know of the request. reader:
-    parses all its answers. headers: those of the answer, whatever it will be. cuts: safe boundaries of its only prompt
-    that the client named. messages: those that its only prompt was made of. compiled_grammar: what its answers keep to;
-    it is held until they are complete. opens_conversation: its prompt is the first of a conversation without tools.
+    parses all its answers. headers: further ones of the answer, known before it. cuts: safe boundaries of its only
+    prompt that the client named. messages: its only prompt was made of these. compiled_grammar: limits its answers, and
+    is held until they are complete. opens_conversation: its prompt is the first of a conversation without tools.
     stabilize_rules: the rules by which its prompt differs from what was sent. volatile_start: from this token on, no
     later prompt will be the same. describes_tools: its only prompt describes functions.
     """

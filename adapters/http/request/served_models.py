@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from attrs import asdict
+
 from adapters.http.edge_options import EdgeModel
 from adapters.http.wire.errors import model_not_found
 
@@ -24,6 +26,7 @@ def list_models(model: EdgeModel) -> dict[str, Any]:
 
 
 def describe_model(name: str, model: EdgeModel) -> dict[str, Any]:
+    details = {} if model.details is None else asdict(model.details)
     return {
         "id": name,
         "object": "model",
@@ -35,5 +38,5 @@ def describe_model(name: str, model: EdgeModel) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "context_length": model.max_ctx,
         "max_model_len": model.max_ctx,
-        "meta": {"n_ctx": model.max_ctx, "n_vocab": model.vocab, **model.model_info},
+        "meta": {"n_ctx": model.max_ctx, "n_vocab": model.vocab, **details},
     }

@@ -91,8 +91,8 @@ class HostRows:
 class CpuExperts:
     """The experts of one shard that the host computes.
 
-    layers: those of the model whose experts these are. kernels: of the host, for the shapes that serve. weights: where
-    their weights are read from, onto the host. rows: buffers for the shard's steps.
+    layers: the layers of the model that have these experts. kernels: of the host, for the shapes that serve. weights:
+    the checkpoint's weights, which are read onto the host. rows: buffers for the shard's steps.
     """
 
     layers: range

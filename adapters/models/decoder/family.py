@@ -191,8 +191,8 @@ class Family:
     """A family of models.
 
     model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
-    what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
-    the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
+    what is accepted. named: returns our name of a published tensor; empty for a tensor that is not used. Names of the
+    prediction head begin with HEAD_PREFIX. cut_up: cuts a tensor of all experts into one tensor for each expert.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
     models have none. head_inputs: what that head joins. is_unused: returns whether a tensor of this name may be in a
     checkpoint although no layer uses it.

@@ -164,7 +164,7 @@ class SlotRows(ReadableRows, Protocol):
         ...
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
-        """Give the slot these pages behind those that it has."""
+        """Add pages of the pool to a slot, behind its last page."""
         ...
 
     def copy(self, source: int, target: int, count: int) -> None:

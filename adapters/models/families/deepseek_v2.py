@@ -12,7 +12,7 @@ from typing import Any
 from adapters.checkpoint.config_fields import check_field, read_size, refuse_flag
 from adapters.models.decoder.config.deepseek_names import find_deepseek_name
 from adapters.models.decoder.config.experts_config import read_softmax_experts
-from adapters.models.decoder.config.latent_config import LatentConfig, parse_latent
+from adapters.models.decoder.config.latent_config import LatentConfig, read_latent_fields
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
 
@@ -30,7 +30,7 @@ def parse(raw: Mapping[str, Any]) -> LatentConfig:
     own = {**raw, "norm_topk_prob": False} | ({"n_group": 1, "topk_group": 1} if alone else {})
     shared = read_size(raw, "moe_intermediate_size") * read_size(raw, "n_shared_experts", 2)
     experts = read_softmax_experts(own, count="n_routed_experts", inner="moe_intermediate_size", shared=shared)
-    return parse_latent({"q_lora_rank": 1536, **raw}, experts)
+    return LatentConfig(experts=experts, **read_latent_fields({"q_lora_rank": 1536, **raw}))
 
 
 FAMILY = Family("deepseek_v2", parse, DenseShard, find_deepseek_name)

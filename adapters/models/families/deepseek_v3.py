@@ -12,7 +12,7 @@ from typing import Any
 from adapters.checkpoint.config_fields import check_field, read_size
 from adapters.models.decoder.config.deepseek_names import find_deepseek_name
 from adapters.models.decoder.config.experts_config import read_sigmoid_experts
-from adapters.models.decoder.config.latent_config import LatentConfig, parse_latent
+from adapters.models.decoder.config.latent_config import LatentConfig, read_latent_fields
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family, use_own_shape
 from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
@@ -21,7 +21,7 @@ from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsS
 def parse(raw: Mapping[str, Any]) -> LatentConfig:
     """Return the configuration that this config.json describes. Raises CheckpointError."""
     check_field(raw, "moe_layer_freq", (1,))
-    return parse_latent({"q_lora_rank": 1536, **raw}, read_experts(raw))
+    return LatentConfig(experts=read_experts(raw), **read_latent_fields({"q_lora_rank": 1536, **raw}))
 
 
 def read_experts(raw: Mapping[str, Any]) -> SigmoidExpertsShape:

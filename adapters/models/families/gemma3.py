@@ -19,7 +19,8 @@ from adapters.checkpoint.config_fields import (
     read_size,
     refuse_flag,
 )
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.layered_config import (
     FULL,
     SLIDING,
@@ -92,9 +93,8 @@ def parse(raw: Mapping[str, Any]) -> GemmaConfig:
     shape = (read_size(text, "num_attention_heads"), read_size(text, "num_key_value_heads"), head)
     inner = read_size(text, "intermediate_size")
     of_kind = {kind: LayerKind(*shape, inner, _read_rotary(text, kind, head), traits[kind]) for kind in (FULL, SLIDING)}
-    return parse_dense(
-        {name: value for name, value in text.items() if name != "layer_types"},
-        GemmaConfig,
+    return GemmaConfig(
+        **read_dense_fields(text, has_layer_kinds=True),
         rope_theta=of_kind[FULL].rotary.theta,
         kinds=tuple(of_kind[kind] for kind in kinds),
         final_cap=read_cap(text, "final_logit_softcapping"),

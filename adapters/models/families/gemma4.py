@@ -24,7 +24,8 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.config.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import PROBED_VOCABULARY, DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.experts_config import read_experts
 from adapters.models.decoder.config.layered_config import (
     FULL,
@@ -170,9 +171,8 @@ def parse(raw: Mapping[str, Any]) -> Gemma4Config:
     types = read_layer_types({**text, "layer_types": _end_with_full(text.get("layer_types"))}, gemma3.INTERVAL)
     of_kind = {kind: _read_kind(text, kind, types) for kind in (FULL, SLIDING)}
     kinds = share_rows([of_kind[kind] for kind in types], text)
-    return parse_dense(
-        {name: value for name, value in text.items() if name != "layer_types"},
-        Gemma4Config,
+    return Gemma4Config(
+        **read_dense_fields(text, has_layer_kinds=True),
         rope_theta=of_kind[FULL].rotary.theta,
         kinds=kinds,
         final_cap=gemma3.read_cap(text, "final_logit_softcapping"),

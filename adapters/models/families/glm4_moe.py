@@ -15,7 +15,8 @@ from attrs import evolve, field, frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_rope, read_size
 from adapters.models.decoder.config.deepseek_names import find_deepseek_name
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.experts_config import read_sigmoid_experts
 from adapters.models.decoder.config.rope import Rotary, count_rotated
 from adapters.models.decoder.dense_shard import DenseShard
@@ -62,15 +63,13 @@ def parse(raw: Mapping[str, Any]) -> Glm4MoeConfig:
     rope = read_rope(raw, ("default",), partial=PARTIAL)
     head = read_size(raw, "head_dim", max(1, read_size(raw, "hidden_size") // read_size(raw, "num_attention_heads")))
     shared = read_size(raw, "moe_intermediate_size") * read_size(raw, "n_shared_experts", 1)
-    own: dict[str, Any] = {
-        "experts": read_sigmoid_experts(
-            raw, count="n_routed_experts", inner="moe_intermediate_size", shared=shared, groups=True
-        ),
-        "dense": read_size(raw, "first_k_dense_replace") if raw.get("first_k_dense_replace", 1) else 0,
-        "rotated": count_rotated(head, rope["partial_rotary_factor"]),
-        "rope_theta": rope["rope_theta"],
-    }
-    return parse_dense(raw, NormedGlm4MoeConfig if read_flag(raw, "use_qk_norm") else Glm4MoeConfig, **own)
+    experts = read_sigmoid_experts(
+        raw, count="n_routed_experts", inner="moe_intermediate_size", shared=shared, groups=True
+    )
+    dense = read_size(raw, "first_k_dense_replace") if raw.get("first_k_dense_replace", 1) else 0
+    rotated = count_rotated(head, rope["partial_rotary_factor"])
+    kind = NormedGlm4MoeConfig if read_flag(raw, "use_qk_norm") else Glm4MoeConfig
+    return kind(**read_dense_fields(raw), experts=experts, dense=dense, rotated=rotated, rope_theta=rope["rope_theta"])
 
 
 FAMILY = Family("glm4_moe", parse, DenseShard, find_deepseek_name, head_shape=use_own_shape)

@@ -19,7 +19,8 @@ from adapters.checkpoint.arranged_tensor import ArrangedTensor
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import LIMITS, check_field, read_flag, read_size
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.experts_config import read_experts
 from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig, LayerKind, read_layer_types
 from adapters.models.decoder.config.rope import Rotary, parse_rope
@@ -69,10 +70,8 @@ def parse(raw: Mapping[str, Any]) -> GptOssConfig:
     heads = read_size(raw, "num_attention_heads")
     shape = (heads, read_size(raw, "num_key_value_heads", heads), head, inner, Rotary(head, theta, scaling))
     of_kind = {kind: LayerKind(*shape, traits[kind]) for kind in (FULL, SLIDING)}
-    return parse_dense(
-        {name: value for name, value in raw.items() if name != "layer_types"},
-        GptOssConfig,
-        head_dim=HEAD_DIM,
+    return GptOssConfig(
+        **read_dense_fields(raw, head_dim=HEAD_DIM, has_layer_kinds=True),
         rope_theta=theta,
         kinds=tuple(of_kind[kind] for kind in kinds),
         experts=experts,

@@ -13,7 +13,8 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import check_field, read_rope, read_size, refuse_flag
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.experts_config import read_dense_list, read_sigmoid_experts
 from adapters.models.decoder.config.layered_config import (
     FULL,
@@ -86,10 +87,8 @@ def parse(raw: Mapping[str, Any]) -> LagunaConfig:
         LayerKind(count, kv_heads, head, inner, rotary[kind], traits[kind])
         for count, kind in zip(counts, types, strict=True)
     )
-    return parse_dense(
-        {name: value for name, value in raw.items() if name != "layer_types"},
-        LagunaConfig,
-        head_dim=HEAD_DIM,
+    return LagunaConfig(
+        **read_dense_fields(raw, head_dim=HEAD_DIM, has_layer_kinds=True),
         rope_theta=rotary[FULL].theta,
         kinds=kinds,
         experts=_read_experts(raw),

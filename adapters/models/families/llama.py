@@ -11,7 +11,8 @@ from typing import Any
 from attrs import frozen
 
 from adapters.checkpoint.config_fields import refuse_flag
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.rope import Rotary, Scaling, parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
@@ -35,7 +36,7 @@ def parse(raw: Mapping[str, Any]) -> LlamaConfig:
     for name in ("attention_bias", "mlp_bias"):
         refuse_flag(raw, name)
     theta, scaling = parse_rope(raw, ROPES, THETA)
-    return parse_dense(raw, LlamaConfig, rope_theta=theta, rope_scaling=scaling)
+    return LlamaConfig(**read_dense_fields(raw), rope_theta=theta, rope_scaling=scaling)
 
 
 FAMILY = Family("llama", parse, DenseShard)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from adapters.checkpoint.config_fields import check_field, read_rope, read_size
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.experts_config import read_sigmoid_experts
 from adapters.models.decoder.config.rope import Rotary, count_rotated
 from adapters.models.decoder.dense_shard import DenseShard
@@ -55,12 +56,10 @@ def parse(raw: Mapping[str, Any]) -> MiniMaxM2Config:
     check_field(raw, "shared_intermediate_size", (0,))
     head = read_size(raw, "head_dim", HEAD_DIM)
     rope = read_rope(raw, ("default",), partial=read_size(raw, "rotary_dim", head) / head)
-    own: dict[str, Any] = {
-        "experts": read_sigmoid_experts(raw, count="num_local_experts", inner="intermediate_size"),
-        "rotated": count_rotated(head, rope["partial_rotary_factor"]),
-        "rope_theta": rope["rope_theta"],
-    }
-    return parse_dense(raw, MiniMaxM2Config, head_dim=HEAD_DIM, **own)
+    experts = read_sigmoid_experts(raw, count="num_local_experts", inner="intermediate_size")
+    rotated = count_rotated(head, rope["partial_rotary_factor"])
+    fields = read_dense_fields(raw, head_dim=HEAD_DIM)
+    return MiniMaxM2Config(**fields, experts=experts, rotated=rotated, rope_theta=rope["rope_theta"])
 
 
 def find_name(published: str, config: DenseConfig) -> str:  # noqa: ARG001 - the interface of `Family.named`

@@ -14,7 +14,8 @@ from attrs import field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import find_text_settings, read_positive, read_rope
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.rope import Rotary, ScaledRotary, parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
@@ -49,10 +50,15 @@ def parse(raw: Mapping[str, Any]) -> LlamaConfig:
     rope = read_rope(text, ROPES)
     beta = rope.get("llama_4_scaling_beta")
     if not beta:
-        return parse_dense(text, LlamaConfig, rope_theta=theta, rope_scaling=scaling)
+        return LlamaConfig(**read_dense_fields(text), rope_theta=theta, rope_scaling=scaling)
     original = read_positive(rope.get("original_max_position_embeddings"), "original_max_position_embeddings")
-    own: dict[str, Any] = {"beta": read_positive(beta, "llama_4_scaling_beta"), "original": int(original)}
-    return parse_dense(text, Ministral3Config, rope_theta=theta, rope_scaling=scaling, **own)
+    return Ministral3Config(
+        **read_dense_fields(text),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        beta=read_positive(beta, "llama_4_scaling_beta"),
+        original=int(original),
+    )
 
 
 def find_text_name(published: str, config: DenseConfig) -> str:  # noqa: ARG001 - the interface of `Family.named`

@@ -11,7 +11,7 @@ from adapters.checkpoint.config_fields import check_field, find_text_settings, r
 from adapters.models.decoder.config.deepseek_names import find_deepseek_name
 from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.config.experts_config import read_softmax_experts
-from adapters.models.decoder.config.latent_config import ROPES, LatentConfig, parse_latent
+from adapters.models.decoder.config.latent_config import ROPES, LatentConfig, read_latent_fields
 from adapters.models.decoder.config.rope import Rotary, ScaledRotary
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
@@ -44,8 +44,8 @@ def parse(raw: Mapping[str, Any]) -> LatentConfig:
     rope = read_rope(text, ROPES, partial=1.0)
     original = read_positive(rope.get("original_max_position_embeddings", ORIGINAL), "original_max_position_embeddings")
     beta = read_positive(rope.get("llama_4_scaling_beta", BETA), "llama_4_scaling_beta")
-    scaled: dict[str, Any] = {"beta": beta, "original": int(original)}
-    return parse_latent({"q_lora_rank": 1024, **text}, experts, kind=Mistral4Config, **scaled)
+    fields = read_latent_fields({"q_lora_rank": 1024, **text})
+    return Mistral4Config(**fields, experts=experts, beta=beta, original=int(original))
 
 
 def find_name(published: str, config: DenseConfig) -> str:

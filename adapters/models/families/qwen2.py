@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
@@ -28,7 +29,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen2Config:
     rope_theta is required, as with qwen3: the default of transformers is not that of any published model.
     """
     theta, _ = parse_rope(raw, ("default",))
-    return parse_dense(raw, Qwen2Config, rope_theta=theta)
+    return Qwen2Config(**read_dense_fields(raw), rope_theta=theta)
 
 
 FAMILY = Family("qwen2", parse, DenseShard)

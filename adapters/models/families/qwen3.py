@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from adapters.checkpoint.config_fields import refuse_flag
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
@@ -28,7 +29,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen3Config:
     """
     refuse_flag(raw, "attention_bias")
     theta, _ = parse_rope(raw, ("default",))
-    return parse_dense(raw, Qwen3Config, head_dim=HEAD_DIM, rope_theta=theta)
+    return Qwen3Config(**read_dense_fields(raw, head_dim=HEAD_DIM), rope_theta=theta)
 
 
 FAMILY = Family("qwen3", parse, DenseShard)

@@ -9,7 +9,7 @@ Multimodal rotary embedding gives a token three positions. For text all three ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from attrs import field, frozen
 
@@ -22,7 +22,8 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import DenseFields, read_dense_fields
 from adapters.models.decoder.config.rope import Rotary, count_rotated
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family, use_own_shape
@@ -92,22 +93,28 @@ class Qwen35Config(DenseConfig):
         return tuple((self._small(layer_types=(kind, FULL)), range(1)) for kind in kinds)
 
 
-HybridT = TypeVar("HybridT", bound=Qwen35Config)
-
-
 def parse(raw: Mapping[str, Any]) -> Qwen35Config:
     """Return the configuration that this config.json describes. Raises CheckpointError."""
     text = find_text_settings(raw, "qwen3_5_text")
     for name in ("num_experts", "num_local_experts"):
         check_field(text, name, (0,))
-    return parse_hybrid(text, Qwen35Config)
+    return Qwen35Config(**read_hybrid_fields(text))
 
 
-def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> HybridT:
-    """Return the configuration of a hybrid model. Raises CheckpointError.
+class HybridFields(DenseFields):
+    """The fields of `Qwen35Config`."""
 
-    text: the settings that `text_of` found. own: fields that only this family has. rope_theta is required, as with
-    qwen3.
+    rope_theta: float
+    linear: DeltaShape
+    layer_types: tuple[str, ...]
+    rotated: int
+
+
+def read_hybrid_fields(text: Mapping[str, Any], inner: int | None = None) -> HybridFields:
+    """Read the settings of a hybrid model's text part. Raises CheckpointError.
+
+    text: the settings that `find_text_settings` found. inner: as in `read_dense_fields`. rope_theta is required, as
+    with qwen3.
     """
     refuse_flag(text, "attention_bias")
     check_field(text, "attn_output_gate", (True,))
@@ -128,16 +135,14 @@ def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> Hy
             f"config.json: linear_num_value_heads {linear.value_heads} is not a multiple of linear_num_key_heads "
             f"{linear.key_heads}"
         )
-    return parse_dense(
-        text,
-        kind,
-        head_dim=HEAD_DIM,
-        rope_theta=rope["rope_theta"],
-        linear=linear,
-        layer_types=_layer_types(text),
-        rotated=rotated,
-        **own,
-    )
+    layer_types = _layer_types(text)
+    return {
+        **read_dense_fields(text, head_dim=HEAD_DIM, inner=inner, has_layer_kinds=True),
+        "rope_theta": rope["rope_theta"],
+        "linear": linear,
+        "layer_types": layer_types,
+        "rotated": rotated,
+    }
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from adapters.models.families.qwen3_5 import (
     FULL,
     Qwen35Config,
     find_text_name,
-    parse_hybrid,
+    read_hybrid_fields,
 )
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 
@@ -55,7 +55,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     check_field(text, "decoder_sparse_step", (1,))
     check_field(text, "mlp_only_layers", ([],))
     experts = read_experts(text, default_normalized=True, shared=True)
-    return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
+    return Qwen35MoeConfig(**read_hybrid_fields(text, experts.inner), experts=experts)
 
 
 FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape=use_own_shape)

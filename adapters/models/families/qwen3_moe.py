@@ -8,7 +8,8 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.config_fields import refuse_flag
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.experts_config import read_dense_layers, read_experts
 from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
@@ -47,8 +48,8 @@ def parse(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
     theta, _ = parse_rope(raw, ("default",))
     experts = read_experts(raw, default_normalized=False, shared=False)
     dense = read_dense_layers(raw)
-    own: dict[str, Any] = {"experts": experts, "dense_layers": dense, "rope_theta": theta}
-    return parse_dense(raw, Qwen3MoeConfig, head_dim=HEAD_DIM, **own)
+    fields = read_dense_fields(raw, head_dim=HEAD_DIM)
+    return Qwen3MoeConfig(**fields, experts=experts, dense_layers=dense, rope_theta=theta)
 
 
 FAMILY = Family("qwen3_moe", parse, DenseShard)

@@ -10,7 +10,7 @@ from attrs import frozen
 from adapters.models.decoder.config.experts_config import read_dense_layers, read_experts
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family, use_own_shape
-from adapters.models.families.qwen3_5 import find_text_name, parse_hybrid
+from adapters.models.families.qwen3_5 import find_text_name, read_hybrid_fields
 from adapters.models.families.qwen3_5_moe import Qwen35MoeConfig
 
 
@@ -26,7 +26,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen3NextConfig:
     """
     experts = read_experts(raw, default_normalized=True, shared=True)
     dense = read_dense_layers(raw)
-    return parse_hybrid(raw, Qwen3NextConfig, experts=experts, dense_layers=dense)
+    return Qwen3NextConfig(**read_hybrid_fields(raw), experts=experts, dense_layers=dense)
 
 
 FAMILY = Family("qwen3_next", parse, DenseShard, find_text_name, head_shape=use_own_shape)

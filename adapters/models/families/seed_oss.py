@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from adapters.checkpoint.config_fields import check_field, read_flag, refuse_flag
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import read_dense_fields
 from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
@@ -33,8 +34,8 @@ def parse(raw: Mapping[str, Any]) -> SeedOssConfig:
     check_field(raw, "attention_bias", (True,))
     refuse_flag(raw, "mlp_bias")
     theta, _ = parse_rope(raw, ("default",))
-    own: dict[str, Any] = {"rope_theta": theta, "out_bias": read_flag(raw, "attention_out_bias")}
-    return parse_dense(raw, SeedOssConfig, head_dim=HEAD_DIM, **own)
+    out_bias = read_flag(raw, "attention_out_bias")
+    return SeedOssConfig(**read_dense_fields(raw, head_dim=HEAD_DIM), rope_theta=theta, out_bias=out_bias)
 
 
 FAMILY = Family("seed_oss", parse, DenseShard)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from cattrs.errors import BaseValidationError
 from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
 from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, check_plan
+from effects.model_details import NumericsReport
 
 BLOCK_SIZE = 64
 _VERSION = 9
@@ -65,7 +66,7 @@ class Numerics:
         """The most rows of one decode step."""
         return self.chunk if self.mode == "buckets" else self.buckets[0]
 
-    def build_report(self) -> Mapping[str, Any]:
+    def build_report(self) -> NumericsReport:
         """Return the outcome for `/props`, ready for JSON."""
         return {
             "shapes": self.mode,

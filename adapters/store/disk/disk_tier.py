@@ -22,11 +22,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from aiofiles.threadpool import wrap
-from attrs import define, field
+from attrs import define, evolve, field
 
+from adapters.cache_figures import TierFigures
 from adapters.store import index_journal
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.disk.codec_choice import CodecChoiceFile
@@ -196,16 +197,16 @@ class DiskTier:
         """Read a file from the disk itself, not from the page cache: for measurements. Raises Damaged, OSError."""
         RunFile(self.folder, name, expected, self._readers, past_cache=True).readinto(target)
 
-    def collect_figures(self) -> dict[str, Any]:
+    def collect_figures(self) -> TierFigures:
         with self.lock:
-            return {
-                **self.index.collect_figures(),
+            own = {
                 "dropped_writes": self._upkeep.counts["dropped_queue_full"] + self._upkeep.counts["dropped_no_room"],
                 **{name: self._upkeep.counts[name] for name in COUNTED},
                 "queued_bytes": self.queued_bytes,
                 "recent_prompts": len(self.recent_prompts),
                 "codec": self.chooser.choice,
             }
+            return evolve(self.index.collect_figures(), more=own)
 
     @property
     def has_unindexed_files(self) -> bool:

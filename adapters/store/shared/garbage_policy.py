@@ -105,7 +105,10 @@ def choose_runs_to_mark(
 
 
 def age_with_continuations(runs: Iterable[StoredRun]) -> Mapping[str, float]:
-    """Return the age of each run, or that of a younger one that continues it."""
+    """Return the age of each run, in seconds, by its name.
+
+    A run is as young as the youngest run that continues it. The later run is of no use without it.
+    """
     ages = dict[str, float]()
     for run in sorted(runs, key=lambda run: -run.start):
         ages[run.name] = min(run.age_s, ages.get(run.name, run.age_s))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 from adapters.store.shared.folder_client import FolderClient
 from adapters.store.shared.object_client import ObjectClient, shorten_error
@@ -24,15 +23,22 @@ def open_client(url: str) -> ObjectClient:
         from obstore.store import from_url  # noqa: PLC0415
     except ImportError as error:
         raise StoreUnusable(INSTALL) from error
-    options: dict[str, Any] = {}
-    if not url.startswith("file:"):
-        backoff = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)}
-        retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=BASE_LIMIT_S), "backoff": backoff}
-        timeouts = {"connect_timeout": timedelta(seconds=CONNECT_S), "timeout": timedelta(seconds=60)}
-        options = {"client_options": {**timeouts, "allow_http": allows_http(os.environ)}, "retry_config": retry}
-    else:
-        options = {"mkdir": True}
     try:
-        return (FolderClient if url.startswith("file:") else ObjectClient)(url, from_url(url, **options))
+        if url.startswith("file:"):
+            return FolderClient(url, from_url(url, mkdir=True))
+        store = from_url(
+            url,
+            client_options={
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "timeout": timedelta(seconds=60),
+                "allow_http": allows_http(os.environ),
+            },
+            retry_config={
+                "max_retries": RETRIES,
+                "retry_timeout": timedelta(seconds=BASE_LIMIT_S),
+                "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)},
+            },
+        )
+        return ObjectClient(url, store)
     except (BaseError, ValueError, OSError) as error:
         raise StoreUnusable(shorten_error(error)) from error

@@ -35,10 +35,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from attrs import define, field
+from attrs import define, evolve, field
 
+from adapters.cache_figures import TierFigures
 from adapters.daemon_executor import DaemonExecutor
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
@@ -289,10 +290,9 @@ class SharedTier:
 
         asyncio.run(self.client.read_content(name, expected.size, self._same_thread, fill, lambda _: None))
 
-    def collect_figures(self) -> dict[str, Any]:
+    def collect_figures(self) -> TierFigures:
         with self.lock:
-            return {
-                **self.catalogue.index.collect_figures(),
+            own: dict[str, int | str] = {
                 "url": self.client.url,
                 "usable": self.availability.is_usable,
                 "trouble": self.trouble,
@@ -301,6 +301,7 @@ class SharedTier:
                 "queued_bytes": self._publisher.queued_bytes + self._publisher.uploading_bytes,
                 **{name: self.counts[name] for name in COUNTED},
             }
+            return evolve(self.catalogue.index.collect_figures(), more=own)
 
     # --- the tier's thread ---
 

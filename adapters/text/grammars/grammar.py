@@ -32,6 +32,7 @@ import msgspec
 from attrs import define, field, frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from adapters.text.confined_setup import GrammarSetup, ParserLimits
 from adapters.text.confined_worker import ConfinedWorker, WorkFailed
 from adapters.text.grammars.compile_queue import CompileQueue, TooManyGrammars
 from adapters.text.grammars.grammar_matching import GrammarMatching, to_one_line
@@ -55,7 +56,7 @@ MAX_REPLY = 1 << 22  # bytes of translated rules, or of the schemas of a request
 MAX_ENCODED_TEXTS = 4096  # texts whose tokens are remembered, mostly property names
 # A lexer state takes 1 to 2 kB, so the states of one grammar take at most 20 MB. A step of 0.2 million units of fuel
 # takes about 15 ms.
-LIMITS: dict[str, Any] = {
+LIMITS: ParserLimits = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -277,12 +278,15 @@ class Grammars:
                 self._quoted = QuotedTokens(self.tokenizer.token_bytes, self.tokenizer.size, controls)
             return self._quoted
 
-    def _setup(self) -> dict[str, Any]:
+    def _setup(self) -> GrammarSetup:
         vocabulary = Vocabulary(self.tokenizer)
-        tokens = [token.hex() for token in vocabulary.tokens]
-        ends = list(self.tokenizer.end_tokens)
-        setup = {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends}
-        return {**setup, "limits": LIMITS, "layout": LAYOUT}
+        return {
+            "tokens": [token.hex() for token in vocabulary.tokens],
+            "special": vocabulary.special_token_ids,
+            "ends": list(self.tokenizer.end_tokens),
+            "limits": LIMITS,
+            "layout": LAYOUT,
+        }
 
 
 def build_json_grammar(schema: Mapping[str, Any]) -> Grammar:

@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine.fleet.replica_facts import ReplicaFacts
-from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.route_keys import RouteKeys, RouteRequest
 from engine.fleet.router.router_slot import RouterSlot
 from states.routing.choose_replica import RemotePrefill, RouteDecision
 
@@ -80,12 +80,14 @@ class ReplicaPicker:
 
     async def _draw(self, route: RouteKeys | None, avoid: frozenset[str]) -> ReplicaChoice:
         """Return the router's choice. Waits while there is no replica, and while none can be started."""
-        given = {"route": route, "in_flight": self.in_flight, "avoid": avoid}
+        request = RouteRequest(route, self.in_flight, avoid)
         while True:
-            if (found := self._ask_router(given)) is not None:
+            if (found := self._ask_router(request)) is not None:
                 return found
             decisions = list[RouteDecision]()
-            choice = self.handle.choose_replica(**given, on_decision=decisions.append, _reserve=False)
+            choice = self.handle.choose_replica(
+                route=route, in_flight=self.in_flight, avoid=avoid, on_decision=decisions.append, _reserve=False
+            )
             try:
                 async with choice as selection:
                     replica = self._remember(selection.replica_id, selection.replica_metadata)
@@ -95,10 +97,10 @@ class ReplicaPicker:
             except DeploymentUnavailableError:
                 await anyio.sleep(LISTED_S)
 
-    def _ask_router(self, given: Mapping[str, Any]) -> ReplicaChoice | None:
+    def _ask_router(self, request: RouteRequest) -> ReplicaChoice | None:
         """Return the choice of the router itself. None: it has no replica, or Serve has not made it yet."""
         router = self.routers.router
-        if router is None or (found := router.choose_offered(given)) is None:
+        if router is None or (found := router.choose_offered(request)) is None:
             return None
         decision, metadata = found
         return ReplicaChoice(self._remember(decision.replica, metadata), decision.prefill)

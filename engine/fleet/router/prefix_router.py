@@ -16,14 +16,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from engine.fleet.digests import STATS_KEY, read_routing_stats
-from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.route_keys import RouteKeys, RouteRequest
 from engine.fleet.router.router_slot import note_router
 from engine.fleet.router.routing_trace import TracedRouter
 from states.routing.choose_replica import Policy, RouteDecision, RouteQuery
@@ -77,9 +77,9 @@ class PrefixRequestRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         self.offered.pop(str(replica_id.unique_id), None)
 
-    def choose_offered(self, given: Mapping[str, Any]) -> tuple[RouteDecision, Mapping[str, Any]] | None:
+    def choose_offered(self, request: RouteRequest) -> tuple[RouteDecision, Mapping[str, Any]] | None:
         """Choose among the replicas that Serve has named last. `LocalRouter` has the details."""
-        decision = self.decide(given, offered=self.offered.keys())
+        decision = self.decide(request, self.offered.keys())
         chosen = None if decision is None else self.offered.get(decision.replica)
         return None if decision is None or chosen is None else (decision, chosen.replica_metadata)
 
@@ -106,25 +106,23 @@ class PrefixRequestRouter(RequestRouter):
         for name, replica in by_name.items():
             self.read_digests(name, replica.routing_stats)
         given = {} if pending_request is None else pending_request.kwargs
-        decision = self.decide(given, offered=by_name.keys())
+        decision = self.decide(RouteRequest.from_call(given), by_name.keys())
+        if decision is not None and (on_decision := given.get("on_decision")) is not None:
+            on_decision(decision)
         if decision is None or decision.replica not in by_name:
             return [list(candidate_replicas)]
         chosen = by_name.pop(decision.replica)
         return [[chosen], list(by_name.values())] if by_name else [[chosen]]
 
-    def decide(self, given: Mapping[str, Any], offered: Any) -> RouteDecision | None:
-        """Return the decision. given: keyword arguments of the call. offered: names of the replicas to choose from."""
-        route = given.get("route")
+    def decide(self, request: RouteRequest, offered: Set[str]) -> RouteDecision | None:
+        """Return the decision. offered: names of the replicas to choose from."""
         self.asked += 1
-        self.router.advance(RequestsCounted(dict(given.get("in_flight") or {})))
-        avoid = frozenset(given.get("avoid") or ()) | (self.seen.keys() - offered)
-        query = build_query(self.asked, route if isinstance(route, RouteKeys) else None, avoid)
+        self.router.advance(RequestsCounted(dict(request.in_flight)))
+        query = build_query(self.asked, request.route, request.avoid | (self.seen.keys() - offered))
         decision = self.router.advance(RequestArrived(query, time.monotonic_ns()))
         # The caller counts its open requests itself, and tells them with the next one.
         self.router.advance(RequestEnded(self.asked))
         log.debug("request %d: %s", self.asked, decision)
-        if decision is not None and (on_decision := given.get("on_decision")) is not None:
-            on_decision(decision)
         return decision
 
 

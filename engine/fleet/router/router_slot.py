@@ -12,17 +12,17 @@ from typing import Any, Final, Protocol
 
 from attrs import define
 
+from engine.fleet.router.route_keys import RouteRequest
 from states.routing.choose_replica import RouteDecision
 
 
 class LocalRouter(Protocol):
     """A router that an ingress can ask without a call of Ray Serve's handle."""
 
-    def choose_offered(self, given: Mapping[str, Any]) -> tuple[RouteDecision, Mapping[str, Any]] | None:
+    def choose_offered(self, request: RouteRequest) -> tuple[RouteDecision, Mapping[str, Any]] | None:
         """Choose among the replicas that Ray Serve has named last.
 
-        given: as the keyword arguments of a call of the handle (`route_keys.py`). Returns the decision, and the facts
-        of its replica as Ray Serve carries them; None: there is no replica.
+        Returns the decision, and the facts of its replica as Ray Serve carries them; None: there is no replica.
         """
         ...
 

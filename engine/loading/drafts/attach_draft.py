@@ -6,7 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import evolve
+
 from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.drafting import Drafting, DraftProposer
 from adapters.device.speculation.proposer import DraftModel, TextProposer
 from adapters.device.speculation.suffix_proposer import SuffixProposer
@@ -40,6 +43,21 @@ def get_last_kernels(kernels: Sequence[Kernels | None]) -> Kernels:
     last = kernels[-1]
     assert last is not None
     return last
+
+
+def add_proposers(
+    parts: ExecutorParts,
+    found: FoundDraft | None,
+    options: Options,
+    checkpoint: Checkpoint,
+    neighbours: DraftNeighbours,
+    *,
+    on_step: start_progress.StepListener,
+) -> tuple[ExecutorParts, DraftProposer[Any] | None]:
+    """Return the parts of an executor with all that proposes tokens, and the draft among them, if one was found."""
+    drafting = add_draft(found, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
+    copying = build_text_proposer(options, neighbours)
+    return evolve(parts, proposer=drafting, text_proposer=copying), drafting
 
 
 def add_draft(

@@ -32,8 +32,8 @@ class DeviceNeed:
 
     available: what it has.
     fixed: weights, buffers and checkpoints.
-    row: the rows of one token of one slot. own: the part of `row` that every slot has for itself even if slots share
-    pages.
+    row: what one more token in one slot takes. own: the part of `row` that each slot needs for itself, even where slots
+    share pages.
     state: the positional state of one slot.
     once: what one position takes that all slots share, such as its sines and cosines.
     """

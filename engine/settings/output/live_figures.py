@@ -11,6 +11,8 @@ from typing import Any
 
 from attrs import asdict, frozen
 
+from adapters.cache_figures import StoreFigures
+
 
 @frozen
 class ModelBytes:
@@ -68,18 +70,29 @@ class MemoryLedger:
 class LiveFigures:
     """The figures of /props that change while the server runs.
 
-    memory: None without a loaded model. damaged: files that were found damaged, by kind. full_cache: the figures of
-    each tier, as JSON has them. outages: why shards are gone, by name. troubles: outages, and threads that have ended.
+    memory: None without a loaded model. damaged: files that were found damaged, by kind. store: None if rows are kept
+    on the device only. disk_policy: how much is kept beyond it; None without a loaded model. outages: why shards are
+    gone, by name. troubles: outages, and threads that have ended.
     frozen: figures of frozen messages, where messages are frozen.
     """
 
     memory: MemoryLedger | None = None
     damaged: Mapping[str, int] = {}
-    full_cache: Mapping[str, Any] = {}
+    store: StoreFigures | None = None
+    disk_policy: str | None = None
     outages: Mapping[str, str] = {}
     troubles: Mapping[str, str] = {}
     frozen: Mapping[str, int] | None = None
 
     def build_json(self) -> Mapping[str, Any]:
         """Return the figures as /props has them, without those that there are not."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        policy = {} if self.disk_policy is None else {"disk_policy": self.disk_policy}
+        shown = {
+            "memory": None if self.memory is None else asdict(self.memory),
+            "damaged": self.damaged,
+            "full_cache": policy if self.store is None else {**self.store.build_json(), **policy},
+            "outages": self.outages,
+            "troubles": self.troubles,
+            "frozen": self.frozen,
+        }
+        return {name: value for name, value in shown.items() if value is not None}

@@ -105,9 +105,17 @@ def start_server(model: str, console: Console) -> Iterator[str]:
     """
     words = [*([model] if model else []), "--host", "127.0.0.1", "--port", "0", "--log-level", "info"]
     command = [sys.executable, "-P", "-m", "engine", "serve", *words, "--log-format", "text"]
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    how |= {"text": True, "start_new_session": True}
-    with stop_at_exit(), subprocess.Popen(command, **how) as process:  # noqa: S603 - this program, and a list
+    with (
+        stop_at_exit(),
+        subprocess.Popen(  # noqa: S603 - this program, and a list
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             yield wait_until_ready(process, console)
         finally:

@@ -59,7 +59,7 @@ def judge_disk(facts: DiskFacts, budget: int) -> Finding:
 
 
 def judge_memory(total: int, free: int, limit: int | None) -> Finding:
-    """Judge the memory of the machine. limit: that of a container, if there is one."""
+    """Judge the memory of the machine. All in bytes. limit: what a container may take; None: no limit."""
     summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if limit is not None and limit < total:
         remedy = "the server counts the memory of the whole machine: set --max-ctx and --slots, or raise the limit"

@@ -191,7 +191,7 @@ class Simulation:
             unique_bytes=unique,
             written_of_unique=compute_share(written, unique),
             evictions=self.disk.index.evictions,
-            dropped_writes=self.disk.collect_figures()["dropped_writes"],
+            dropped_writes=self.disk.dropped_writes,
             disk_bytes=self.disk.index.held_bytes,
             restarts=len(self.tally.restarts),
             first_token_ms=(compute_quantile(waits, 0.5), compute_quantile(waits, 0.9)),

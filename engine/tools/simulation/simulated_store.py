@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
+from adapters.cache_figures import TierFigures
 from adapters.sequence_layout import RowSpec, TensorSpec
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.block_keys import TOKEN_BYTES
@@ -73,8 +74,12 @@ class SimulatedDisk:
     def touch(self, entry: Entry) -> None:
         self.index.touch(entry)
 
-    def collect_figures(self) -> Mapping[str, int]:
-        return {**self.index.collect_figures(), "dropped_writes": sum(self.counts.values())}
+    @property
+    def dropped_writes(self) -> int:
+        return sum(self.counts.values())
+
+    def collect_figures(self) -> TierFigures:
+        return evolve(self.index.collect_figures(), more={"dropped_writes": self.dropped_writes})
 
     def close(self) -> bool:
         return True

@@ -6,15 +6,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.settings.output.plot_style import COLORS, GREY, INK, LEFT, STYLE, save_figure, set_title
 from engine.tools.simulation.simulate_scope import NO_CACHE
 from engine.tools.simulation.tally import FinishedRun, RequestTally
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
+LINE_WIDTH = 1.8  # of a run, in points
 TICKS = (
     *((10.0**power, f"{10 ** (power + 3):g} ms") for power in (-4, -3, -2, -1)),
     *((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h"), (36_000.0, "10 h")),
@@ -34,13 +36,15 @@ def draw_simulation(path: Path, runs: Sequence[FinishedRun], title: str) -> None
         colors = dict(zip((run.name for run in runs if run.scope is not None), COLORS * len(runs), strict=False))
         order = {count.index: number for number, count in enumerate(runs[-1].counts)}
         for run in runs:
-            look: dict[str, Any] = {"color": colors.get(run.name, GREY), "label": run.name, "linewidth": 1.8}
+            color = colors.get(run.name, GREY)
             counts = run.counts
-            draw_first(first, counts, look)
+            draw_first(first, counts, run.name, color)
             if run.scope is not None:
                 same = sorted(counts, key=lambda count: order[count.index])
-                hits.plot(*list_steps([count.found for count in same], 1e6), **look)
-                written.plot(range(len(counts) + 1), list_written(run, counts), **look)
+                found = list_steps([count.found for count in same], 1e6)
+                hits.plot(*found, color=color, label=run.name, linewidth=LINE_WIDTH)
+                shown = list_written(run, counts)
+                written.plot(range(len(counts) + 1), shown, color=color, label=run.name, linewidth=LINE_WIDTH)
         finish_hits(hits, runs[-1])
         finish_written(written, runs[-1])
         finish_first(first)
@@ -72,10 +76,11 @@ def list_written(run: FinishedRun, counts: Sequence[RequestTally]) -> list[float
     return [*(sizes[bisect_right(times, count.sent)] / 2**30 for count in counts), sizes[-1] / 2**30]
 
 
-def draw_first(axes: Axes, counts: Sequence[RequestTally], look: dict[str, Any]) -> None:
-    """Draw the share of requests whose first token came within this many seconds."""
+def draw_first(axes: Axes, counts: Sequence[RequestTally], name: str, color: str) -> None:
+    """Draw the share of requests whose first token came within this many seconds. name: of the run."""
     waits = sorted(max(count.first_ms, 1e-3) / 1000 for count in counts)
-    axes.step(waits, [100 * (number + 1) / len(waits) for number in range(len(waits))], where="post", **look)
+    shares = [100 * (number + 1) / len(waits) for number in range(len(waits))]
+    axes.step(waits, shares, where="post", color=color, label=name, linewidth=LINE_WIDTH)
 
 
 def finish_hits(axes: Axes, run: FinishedRun) -> None:
@@ -126,9 +131,9 @@ def finish_first(axes: Axes) -> None:
     axes.set_ylim(0, 101)
 
 
-def draw_legend(*axes_list: Axes) -> tuple[list[Any], list[str]]:
+def draw_legend(*axes_list: Axes) -> tuple[list[Artist], list[str]]:
     """Return every line of the legend once, with `no cache` last."""
-    found: dict[str, Any] = {}
+    found: dict[str, Artist] = {}
     for axes in axes_list:
         handles, labels = axes.get_legend_handles_labels()
         for handle, label in zip(handles, labels, strict=True):

@@ -346,42 +346,42 @@ def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[RequestOutco
 
 def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
     reports = list[OutcomeQueue]()
-    steps = OutcomeQueue(reports.append, {RequestId(1): None, RequestId(2): None})
+    queue = OutcomeQueue(reports.append, {RequestId(1): None, RequestId(2): None})
     for token in (1, 2, 3):
-        steps.put(of(token))
-    steps.put(of(4, 5, proposed=2))
-    steps.put(of(6))
-    assert reports == [steps]
-    assert steps.take() == (
+        queue.put(of(token))
+    queue.put(of(4, 5, proposed=2))
+    queue.put(of(6))
+    assert reports == [queue]
+    assert queue.take() == (
         (RequestId(1), Decoded((1, 2, 3), 0, ns=10, accepted=0, steps=3, more=True)),
         *of(4, 5, proposed=2),
         *of(6),
     )
-    assert steps.take() == ()
-    steps.put(of(7))
-    assert reports == [steps, steps]
-    assert steps.take() == of(7)
+    assert queue.take() == ()
+    queue.put(of(7))
+    assert reports == [queue, queue]
+    assert queue.take() == of(7)
 
 
 def test_what_came_before_a_failure_is_told_before_it() -> None:
     """However late it is looked at."""
     failed = (RequestId(1), DeviceFailed("dead_end", "nothing follows"))
-    steps = OutcomeQueue(lambda _: None, {RequestId(1): None})
+    queue = OutcomeQueue(lambda _: None, {RequestId(1): None})
     for step in (of(1), of(2), (failed,)):
-        steps.put(step)
-    assert steps.take() == ((RequestId(1), Decoded((1, 2), 0, ns=10, accepted=0, steps=2, more=True)), failed)
-    assert not steps.members
+        queue.put(step)
+    assert queue.take() == ((RequestId(1), Decoded((1, 2), 0, ns=10, accepted=0, steps=2, more=True)), failed)
+    assert not queue.members
 
 
 def test_members_come_and_go_between_two_steps() -> None:
     one, two = RequestId(1), RequestId(2)
-    steps = OutcomeQueue(lambda _: None, {one: None})
-    steps.put(of(1))
-    steps.members[two] = None
-    steps.put((*of(2, more=False), (two, Decoded((8,), more=True))))
-    steps.put(((two, Decoded((9,), more=True)),))
-    assert list(steps.members) == [two]
-    assert steps.take() == (
+    queue = OutcomeQueue(lambda _: None, {one: None})
+    queue.put(of(1))
+    queue.members[two] = None
+    queue.put((*of(2, more=False), (two, Decoded((8,), more=True))))
+    queue.put(((two, Decoded((9,), more=True)),))
+    assert list(queue.members) == [two]
+    assert queue.take() == (
         (one, Decoded((1, 2), 0, ns=10, accepted=0, steps=2)),
         (two, Decoded((8, 9), 0, accepted=0, steps=2, more=True)),
     )

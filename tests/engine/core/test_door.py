@@ -14,7 +14,18 @@ from cattrs import Converter
 
 from effects.all import Launch
 from effects.job import Job, Report
-from effects.ports import ANSWER_STAGES, PROMPT_STAGES, QUEUE_STAGES, Closed, Door, Message, Stage, Status, Ticket
+from effects.ports import (
+    ANSWER_STAGES,
+    PROMPT_STAGES,
+    QUEUE_STAGES,
+    Closed,
+    Door,
+    Message,
+    Props,
+    Stage,
+    Status,
+    Ticket,
+)
 from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.request_meter import STAGES
@@ -22,7 +33,7 @@ from engine.core.submission import describe_cache_use
 from engine.settings.output.live_figures import LiveFigures, MemoryLedger, ShardMemory
 from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
-from tests.http.fake_door import FakeDoor, digest_script
+from tests.http.fake_door import FakeDoor, FakeProps, digest_script
 
 SHARDS = LiveFigures(
     MemoryLedger(
@@ -41,6 +52,8 @@ SHARDS = LiveFigures(
     )
 )
 STRICT = Converter(forbid_extra_keys=True)
+PROPS = FakeProps()  # in place of those of a door, which only become JSON
+STRICT.register_structure_hook(Props, lambda *_: PROPS)
 JOB = Job(prompt=tuple(range(100)), max_tokens=5)
 Shut: TypeAlias = Callable[[], Awaitable[object]]  # what shutting down does to a door
 # a door of one slot and one place in its queue, which works only while the event is set
@@ -117,8 +130,9 @@ async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Op
         states.append(await until(door, lambda status: status.slots_busy == 0))
     assert [isinstance(message, Closed) and message.finish for message in turned_away] == ["queue_full"]
     for status in states:
-        shown = json.loads(json.dumps(STRICT.unstructure(status)))
+        shown = json.loads(json.dumps(STRICT.unstructure(evolve(status, props=PROPS))))
         assert evolve(STRICT.structure(shown, Status), props=status.props) == status
+        assert json.dumps(status.props.build_json())
         assert status.slots_busy == sum(slot.is_processing for slot in status.slots)
         for number, slot in enumerate(status.slots):
             assert slot.id == number

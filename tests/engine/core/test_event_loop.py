@@ -426,20 +426,20 @@ async def test_stages_add_up_to_the_time_the_request_took() -> None:
 async def test_the_pace_of_decode_steps_can_be_seen() -> None:
     settings = evolve(SETTINGS, latency_target_ns=40_000_000)
     async with engine(settings) as running:
-        shown = running.door.status().props["decode_pace"]
+        shown = running.door.status().props.build_json()["decode_pace"]
     assert shown == {"latency_target_ms": 40, "is_even": False, "interval_ms": 0}
 
 
 async def test_where_the_draft_is_can_be_seen() -> None:
     async with engine() as plain:
-        assert plain.door.status().props["runtime"] == {
+        assert plain.door.status().props.build_json()["runtime"] == {
             "draft_residency": {"policy": "auto", "draft": None, "drafter": None}
         }
     async with engine(evolve(SETTINGS, max_proposals=3, residency=Resolved("request-scoped", "park"))) as running:
         running.door.live = lambda: LiveFigures(
             MemoryLedger({"draft": ModelBytes(0, 7)}, None, (), None, None, {}, {}, {}, {})
         )
-        shown = running.door.status().props["runtime"]["draft_residency"]
+        shown = running.door.status().props.build_json()["runtime"]["draft_residency"]
         assert shown["policy"] == "request-scoped"
         draft = shown["draft"]
         assert (draft["state"], draft["device_bytes"], draft["host_bytes"]) == ("parked", 0, 7)

@@ -17,10 +17,11 @@ from effects.ids import RequestId
 from effects.job import Job
 from effects.ports import MAX_RECENT_SHOWN, MAX_RUNNING_SHOWN, Activity
 from effects.residency import ModelLoaded
+from engine.core.engine_props import show_rates
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES, RequestMeter, stage_of
 from engine.core.status import list_running as named
-from engine.core.status import show_rates, slot_status
+from engine.core.status import slot_status
 from engine.core.submission import Submissions
 from states.events import ForRequest, Submitted
 from states.rates import ClassGains, Rates, TimedStep

@@ -164,7 +164,7 @@ async def process(
     async with run_engine(settings, executor, transfer=moving, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)
-    assert store.collect_figures()["leases"] == 0
+    assert store.collect_figures().build_json()["leases"] == 0
     assert executor.close()
     moving.close()
 

@@ -74,7 +74,7 @@ async def test_a_snapshot_waits_for_the_timer_of_the_core(tmp_path: Path, monkey
     async with process(tmp_path / "kept", host=1 << 30) as running:
         with fail_after(20):
             await running.answer(Job(prompt(1, 40), 8))
-        assert running.store.collect_figures()["host"]["entries"]
+        assert running.store.collect_figures().build_json()["host"]["entries"]
     (_, interval), (started, quiet), (opened, pace) = asked
     assert interval == StartTimer("trim_interval", 1, 60_000 * pacing.MS)
     assert quiet == StartTimer("snapshot_quiet", 2, 50 * pacing.MS)

@@ -287,7 +287,7 @@ def outcome(target: LoadedModel) -> dict[str, Any]:
         "settings": evolve(target.settings, rates=Rates()),
         "identity": target.identity,
         "numerics": attrs.evolve(target.numerics, seconds=0.0),
-        "model": (target.model_id, target.mode, target.scope, target.model_info["dtype"]),
+        "model": (target.model_id, target.mode, target.scope, target.details.dtype),
         "shard": (
             shard.spec.slots,
             shard.spec.capacity,

@@ -58,7 +58,7 @@ def test_what_was_kept_is_there_after_a_restart(path: Path, codec: str) -> None:
     filled(path, ONE, TWO, codec=codec)
     store = reopened(path)
     assert (kept(store, ONE), kept(store, TWO)) == (40, 60)
-    assert store.collect_figures()["quarantined"] == 0
+    assert store.collect_figures().build_json()["quarantined"] == 0
     store.close()
 
 
@@ -115,7 +115,7 @@ def test_a_journal_does_not_grow_for_ever(path: Path, monkeypatch: pytest.Monkey
         save(store, (number, *ONE[1:]))
         settled(store)
         sizes.append((path / index_journal.NAME).stat().st_size)
-    assert store.collect_figures()["evictions"] > 50
+    assert store.collect_figures().build_json()["evictions"] > 50
     assert max(sizes) < 2 * (sum(sizes) / len(sizes)), "it was written anew a few times"
     store.close()
 
@@ -157,7 +157,7 @@ def test_a_damaged_file_is_put_aside_and_the_rest_is_served(path: Path, harm: st
             except (Damaged, FileNotFoundError):
                 continue
     found = kept(store, ONE) + kept(store, (9, *ONE))
-    aside = store.collect_figures()["quarantined"]
+    aside = store.collect_figures().build_json()["quarantined"]
     assert (found, aside) == {"swap": (0, 2), "rename": (0, 1)}.get(harm, (40, 1))
     assert len(list(path.glob(QUARANTINE + "*"))) == aside
     save(store, ONE)
@@ -172,7 +172,7 @@ def test_what_is_put_aside_is_bounded(path: Path) -> None:
     for file in files(path):
         file.write_bytes(b"not a cache file at all")
     store = reopened(path)
-    assert store.collect_figures()["quarantined"] == 20
+    assert store.collect_figures().build_json()["quarantined"] == 20
     assert len(list(path.glob(QUARANTINE + "*"))) == MOST_QUARANTINED
     store.close()
 
@@ -185,7 +185,7 @@ def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatc
     store = reopened(path)
     assert kept(store) == 0
     assert len(files(path)) == 1
-    assert store.collect_figures()["quarantined"] == 0
+    assert store.collect_figures().build_json()["quarantined"] == 0
     store.close()
 
 
@@ -236,7 +236,7 @@ def test_a_journal_that_cannot_be_read_just_now_is_not_taken_for_somebody_elses(
     with monkeypatch.context() as patched:
         patched.setattr(PrivateFolder, "open_existing", failing)
         store = reopened(path)
-        assert store.collect_figures()["read_errors"] == 1
+        assert store.collect_figures().build_json()["read_errors"] == 1
         assert store.close()
     filled(path, ONE)
     store = reopened(path)
@@ -253,7 +253,7 @@ def test_a_journal_whose_beginning_a_power_cut_took_is_rebuilt(path: Path, lost:
     assert kept(store) == 0
     save(store, ONE)
     settled(store)
-    assert store.collect_figures()["rebuilt"] == 1
+    assert store.collect_figures().build_json()["rebuilt"] == 1
     assert store.close()
     store = reopened(path)
     assert kept(store) == len(ONE)
@@ -314,7 +314,7 @@ def test_a_budget_holds_from_the_start_and_while_running(path: Path) -> None:
         settled(store)
         on_disk = sum(file.stat().st_size for file in files(path))
         assert on_disk == store.lower_tiers[0].index.held_bytes <= budget
-    assert store.collect_figures()["evictions"] == 12 - 5 + 10
+    assert store.collect_figures().build_json()["evictions"] == 12 - 5 + 10
     store.close()
 
 
@@ -322,7 +322,7 @@ def test_a_budget_smaller_than_a_run_keeps_nothing(path: Path) -> None:
     store = disk_store(path, disk=100)
     save(store, ONE)
     settled(store)
-    assert store.collect_figures()["dropped_writes"] == 1
+    assert store.collect_figures().build_json()["dropped_writes"] == 1
     assert not files(path)
     assert store.memory_tier.rows == {}
     store.close()
@@ -401,8 +401,8 @@ def test_whatever_write_step_fails_is_counted_and_the_next_one_works(
         save(store, ONE)
         settled(store)
         harmless = name == "open_append" or names.index("sync_folder") < at - 1
-        assert store.collect_figures()["write_errors"] == (0 if harmless else 1), (at, name)
-        assert len(caplog.records) == store.collect_figures()["write_errors"]
+        assert store.collect_figures().build_json()["write_errors"] == (0 if harmless else 1), (at, name)
+        assert len(caplog.records) == store.collect_figures().build_json()["write_errors"]
         assert kept(store) in (0, 40)
         save(store, ONE)
         settled(store)
@@ -426,7 +426,7 @@ def test_a_run_that_was_not_written_for_good_keeps_out_no_later_one(path: Path) 
     opening.arm(steps(path.parent / "steps").index("sync_folder") + 1)
     save(store, ONE[:20])
     settled(store)
-    assert store.collect_figures()["write_errors"] == 1
+    assert store.collect_figures().build_json()["write_errors"] == 1
     assert not files(path)
     save(store, ONE)
     settled(store)
@@ -448,7 +448,7 @@ def test_what_is_no_file_any_more_is_asked_for_once_and_counted(path: Path, inst
     with pytest.raises(FileNotFoundError):
         kept(store)
     assert kept(store) == 0
-    assert store.collect_figures()["read_errors"] == 1
+    assert store.collect_figures().build_json()["read_errors"] == 1
     assert store.close()
 
 
@@ -468,12 +468,12 @@ def test_a_damaged_journal_and_damaged_recent_prompts_are_counted(path: Path) ->
     save(store, ONE)
     store.count_shared_tokens(ONE, 10)
     settled(store)
-    assert store.collect_figures()["rebuilt"] == 0
+    assert store.collect_figures().build_json()["rebuilt"] == 0
     assert store.close()
     for file in (path / index_journal.NAME, *path.glob("recent-*")):
         file.write_bytes(file.read_bytes()[:-1])
     store = reopened(path)
-    assert store.collect_figures()["rebuilt"] == 2
+    assert store.collect_figures().build_json()["rebuilt"] == 2
     assert store.damaged_files == {"run": 0, "journal": 1, "recent": 1, "codec": 0}
     assert kept(store) == 40
     assert store.close()
@@ -513,7 +513,7 @@ def test_a_kill_at_any_step_leaves_whole_runs(tmp_path: Path) -> None:
         store = reopened(tmp_path / str(at))
         assert kept(store, ONE) == 40, name
         assert kept(store, TWO) == (60 if at > names.index("rename") + 1 else 20), name
-        assert store.collect_figures()["quarantined"] == 0
+        assert store.collect_figures().build_json()["quarantined"] == 0
         assert not list((tmp_path / str(at)).glob(".new-*"))
         store.close()
 
@@ -584,7 +584,7 @@ def test_a_disk_that_is_full_costs_hits_only(tmp_path: Path) -> None:
             save(store, tokens)
             store.count_shared_tokens(tokens, 30)
         settled(store)
-        figures = store.collect_figures()
+        figures = store.collect_figures().build_json()
         assert figures["write_errors"] > 0
         assert 0 < figures["entries"] < len(sequences)
         assert sum(kept(store, tokens) for tokens in sequences) == 40 * figures["entries"]
@@ -617,7 +617,7 @@ def test_a_read_error_in_the_middle_deletes_nothing(path: Path, monkeypatch: pyt
             patched.setattr("adapters.store.files.read_run.os.preadv", fail)
             with suppress(OSError):
                 assert kept(store) == 40
-        assert store.collect_figures()["read_errors"] == (1 if calls[0] >= at else 0)
+        assert store.collect_figures().build_json()["read_errors"] == (1 if calls[0] >= at else 0)
         assert kept(store) == 40, "it was better the next time"
         store.close()
 
@@ -662,7 +662,7 @@ def test_a_folder_that_disappears_costs_hits_only(path: Path) -> None:
     assert kept(store) == 0
     save(store, TWO)
     settled(store)
-    assert store.collect_figures()["write_errors"] == 1
+    assert store.collect_figures().build_json()["write_errors"] == 1
     assert not path.exists()
     assert store.close()
 
@@ -690,7 +690,7 @@ def test_a_read_error_deletes_nothing(path: Path, monkeypatch: pytest.MonkeyPatc
         patched.setattr(PrivateFolder, "open_existing", fail)
         with pytest.raises(OSError, match="input/output"):
             kept(store)
-    assert store.collect_figures()["read_errors"] == 1
+    assert store.collect_figures().build_json()["read_errors"] == 1
     assert kept(store) == 40, "it was better the next time"
     store.close()
 
@@ -715,7 +715,7 @@ def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) ->
     store = disk_store(path, host=1 << 20)
     store.lower_tiers[0].max_queued_bytes = 0
     save(store, ONE)
-    assert store.collect_figures()["dropped_writes"] == 1
+    assert store.collect_figures().build_json()["dropped_writes"] == 1
     assert kept(store) == 40, "host memory has it"
     store.lower_tiers[0].max_queued_bytes = 1 << 20
     save(store, ONE)

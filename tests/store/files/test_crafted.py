@@ -107,7 +107,7 @@ def test_a_crafted_file_is_put_aside_and_writing_goes_on(
         assert "Traceback" not in shown.out + shown.err
         assert "1 damaged" in " ".join(shown.out.split())
     store = reopened(path)
-    assert store.collect_figures()["quarantined"] == 1
+    assert store.collect_figures().build_json()["quarantined"] == 1
     save(store, ALIKE)
     settled(store)
     assert kept(store, ALIKE) == 40
@@ -128,7 +128,7 @@ def test_a_number_that_cannot_be_is_not_counted_on_from(path: Path, with_journal
         (path / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot([entry])))
     assert main(["cache", "verify", str(path)]) == 1
     store = reopened(path)
-    assert store.collect_figures()["quarantined"] == 1
+    assert store.collect_figures().build_json()["quarantined"] == 1
     assert store.lower_tiers[0].index.turn < 10
     save(store, ONE)
     settled(store)
@@ -159,7 +159,7 @@ def test_memory_does_not_follow_a_claimed_count(path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 16 << 20
-    assert store.collect_figures()["quarantined"] == 2
+    assert store.collect_figures().build_json()["quarantined"] == 2
     assert store.close()
 
 
@@ -193,7 +193,7 @@ def test_rows_of_another_run_under_a_valid_head_are_not_taken(path: Path, with_j
     mixed = ONE if parse_head(content(first[0])).run.tokens == pack_of(ONE) else ALIKE
     with pytest.raises(Damaged, match="another run"):
         kept(store, mixed)
-    assert store.collect_figures()["quarantined"] == 1
+    assert store.collect_figures().build_json()["quarantined"] == 1
     assert sorted((kept(store, ONE), kept(store, ALIKE))) == [0, 40]
     assert store.close()
 
@@ -251,7 +251,7 @@ def test_thousands_of_damaged_files_hold_nothing_up(path: Path) -> None:
     folder.go.set()
     settled(store)
     written = next(at for at, name in enumerate(folder.done) if name.endswith(".zst") and QUARANTINE not in name)
-    assert store.collect_figures()["quarantined"] == 400
+    assert store.collect_figures().build_json()["quarantined"] == 400
     assert written < 390, "it was written between them"
     assert folder.listings == 1
     assert len(list(path.glob(QUARANTINE + "*"))) == MOST_QUARANTINED
@@ -270,7 +270,7 @@ def test_a_write_that_fails_for_no_known_reason_costs_itself_only(
         patched.setattr(disk_module, "encode_run", bug)
         save(store, ONE)
         settled(store)
-    assert store.collect_figures()["write_errors"] == 1
+    assert store.collect_figures().build_json()["write_errors"] == 1
     save(store, ONE)
     settled(store)
     assert kept(store) == 40
@@ -293,7 +293,7 @@ def test_a_writer_that_is_given_up_holds_nothing(path: Path, monkeypatch: pytest
     assert store.lower_tiers[0].queued_bytes == 0
     assert store.memory_tier.rows == {}, "nothing waits for it"
     save(store, ONE)
-    assert store.collect_figures()["queued_bytes"] == 0
+    assert store.collect_figures().build_json()["queued_bytes"] == 0
     assert [thread.trouble for thread in store.threads] == ["ZeroDivisionError: a bug"]
     assert store.close()
 
@@ -313,7 +313,10 @@ def test_files_of_the_format_before_are_misses_and_counted(path: Path, monkeypat
         filled(path, ONE, TWO)
     store = reopened(path)
     assert kept(store) == 0
-    assert (store.collect_figures()["outdated"], store.collect_figures()["quarantined"]) == (2, 0)
+    assert (store.collect_figures().build_json()["outdated"], store.collect_figures().build_json()["quarantined"]) == (
+        2,
+        0,
+    )
     save(store, ONE)
     settled(store)
     assert kept(store) == 40

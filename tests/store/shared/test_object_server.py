@@ -62,15 +62,15 @@ def test_what_one_server_has_published_another_restores(server: MotoServer, open
     assert open_server(opened).restore() == len(TOKENS)
     second = open_server(opened)
     second.publish()
-    assert not second.tier.collect_figures()["written"], "everything was there"
-    assert not second.tier.collect_figures()["write_errors"]
+    assert not second.tier.collect_figures().build_json()["written"], "everything was there"
+    assert not second.tier.collect_figures().build_json()["write_errors"]
 
 
 def test_two_servers_that_write_one_run_at_once_write_it_once(server: MotoServer, opened: list[SharingServer]) -> None:
     first, second = open_server(opened), open_server(opened)
     first.publish()
     second.publish()
-    figures = second.tier.collect_figures()
+    figures = second.tier.collect_figures().build_json()
     assert (figures["written"], figures["already_there"] > 0) == (0, True)
 
 
@@ -84,7 +84,7 @@ def test_a_server_process_that_is_killed_and_started_again(server: MotoServer, o
     assert not one.restore(), "it is looked up elsewhere at once"
     assert one.tier.trouble
     save(one.store, (*range(40), *NEXT))
-    assert one.tier.collect_figures()["dropped_outage"]
+    assert one.tier.collect_figures().build_json()["dropped_outage"]
     server.start()  # with nothing in it
     wait_for(lambda: not one.tier.trouble, 60)
     assert not one.restore(), "its objects are lost"
@@ -127,7 +127,7 @@ def share_and_lose(server: AzuriteServer | GoogleServer, url: str, opened: list[
     second = open_server(opened, url)
     assert second.restore() == len(TOKENS)
     second.publish()
-    assert not second.tier.collect_figures()["written"], "everything was there"
+    assert not second.tier.collect_figures().build_json()["written"], "everything was there"
     server.kill()
     with pytest.raises(OSError, match=r"\w"):
         second.restore()

@@ -127,7 +127,9 @@ def test_one_server_restores_what_another_has_published(site: SharedSite) -> Non
     assert (lease.length, lease.tier, lease.checkpoints) == (len(TOKENS), "shared", (len(TOKENS),))
     assert lease.draft, "a draft's rows are shared as well"
     assert fetch(other.store, (*TOKENS, *NEXT), name) == len(TOKENS)
-    assert other.tier.collect_figures()["read_bytes"] == sum(path.stat().st_size for path in site.runs(EVERYTHING))
+    assert other.tier.collect_figures().build_json()["read_bytes"] == sum(
+        path.stat().st_size for path in site.runs(EVERYTHING)
+    )
 
 
 def test_another_draft_or_none_finds_the_rows_all_the_same(site: SharedSite) -> None:
@@ -150,7 +152,7 @@ def test_a_run_that_is_there_is_not_written_again(site: SharedSite) -> None:
     before = [(path.name, path.stat().st_mtime_ns, path.stat().st_ino) for path in site.runs()]
     second.publish()
     assert [(path.name, path.stat().st_mtime_ns, path.stat().st_ino) for path in site.runs()] == before
-    assert second.tier.collect_figures()["already_there"] == len(before)
+    assert second.tier.collect_figures().build_json()["already_there"] == len(before)
 
 
 def test_runs_that_overlap_are_found_from_end_to_end(site: SharedSite) -> None:
@@ -199,7 +201,7 @@ def test_a_store_over_its_budget_takes_no_more(site: SharedSite) -> None:
     save(server.store, TOKENS)
     wait_for(lambda: server.tier.is_complete)
     assert not site.runs()
-    assert server.tier.collect_figures()["dropped_no_room"]
+    assert server.tier.collect_figures().build_json()["dropped_no_room"]
 
 
 # --- hostile objects ---
@@ -262,7 +264,7 @@ def test_hostile_objects_never_give_wrong_rows_and_are_counted(site: SharedSite,
             server.restore()
     assert not server.restore()
     assert not server.tier.index.entries, "it is not found again"
-    assert server.tier.collect_figures()["damaged"] == 1
+    assert server.tier.collect_figures().build_json()["damaged"] == 1
     assert server.tier.damaged_files == {"shared": 1}
 
 
@@ -274,7 +276,7 @@ def test_an_object_of_another_format_is_left_alone(site: SharedSite, monkeypatch
         path.write_bytes(encode(TOKENS))
     server = site.open()
     assert not server.restore()
-    figures = server.tier.collect_figures()
+    figures = server.tier.collect_figures().build_json()
     assert (figures["other_format"], figures["damaged"]) == (1, 0)
 
 
@@ -313,7 +315,7 @@ def test_hostile_marks_and_reports_are_ignored(site: SharedSite) -> None:
     other = site.open()
     assert other.restore() == len(TOKENS)
     assert not other.tier.trouble
-    assert other.tier.collect_figures()["damaged"] == 2
+    assert other.tier.collect_figures().build_json()["damaged"] == 2
 
 
 # --- a store that is lost, or slow ---
@@ -369,12 +371,12 @@ def test_a_store_that_fails_costs_one_limit_and_comes_back(
     assert not server.restore(), "nothing is found, and nothing waits"
     save(server.store, OTHERS)
     assert client.reads == 1
-    figures = server.tier.collect_figures()
+    figures = server.tier.collect_figures().build_json()
     assert (figures["outages"], figures["usable"], figures["dropped_outage"]) == (1, False, 1)
     client.how = ""
     wait_for(lambda: not server.tier.trouble)
     assert server.restore() == len(TOKENS)
-    assert server.tier.collect_figures()["outages"] == 1
+    assert server.tier.collect_figures().build_json()["outages"] == 1
     server.publish(OTHERS)
     assert site.open().restore(OTHERS) == len(OTHERS)
 

@@ -20,6 +20,7 @@ from adapters.text.confined_worker import ConfinedWorker, WorkReply
 from adapters.text.grammars import grammar
 from adapters.text.grammars.compile_queue import MAX_WAITING, MAX_WAITING_PER_OWNER, TooManyGrammars
 from adapters.text.grammars.grammar import (
+    LAYOUT,
     LIMITS,
     MAX_BYTES,
     MAX_KEPT,
@@ -335,7 +336,7 @@ async def test_a_large_vocabulary_costs_no_grammar_its_time() -> None:
     words = [f"{at:x}".encode().hex() for at in range(1, 200_000)]
     bytes_ = [f"{at:02x}" for at in range(256)]
     setup = {"tokens": [*bytes_, *words, b"<end>".hex()], "special": [256 + len(words)], "ends": [256 + len(words)]}
-    trial = ConfinedWorker(lambda: {**setup, "limits": LIMITS}, 0.2, MAX_BYTES, 1 << 20)
+    trial = ConfinedWorker(lambda: {**setup, "limits": LIMITS, "layout": LAYOUT}, 0.2, MAX_BYTES, 1 << 20)
     assert await trial.ask(to_library_source(Grammar("regex", "ab?"))) == WorkReply("")
     await trial.aclose()
 

@@ -148,7 +148,7 @@ class KvCache:
         self._give_back(lost)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
-        """Give the slot these pages behind those that it has."""
+        """Add pages of the pool to a slot, behind its last page."""
         self._check_pages(slot, self._counts[slot], pages)
         self._give_back(self._permit(slot, self._counts[slot], pages))
 

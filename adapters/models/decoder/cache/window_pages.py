@@ -118,9 +118,10 @@ class WindowPages(KvCache):
     # --- pages ---
 
     def make_room(self, slot: int, start: int, stop: int) -> None:
-        """Give the slot pages for rows `[start, stop)` in every layer. Those that it has must be among them.
+        """Give the slot pages for rows `[start, stop)` in every layer.
 
-        A slot has room for so many rows, so these are pages of its own.
+        The pages that it already has must be for rows of this range. The new ones are those that belong to the slot
+        and are not in use (`_unused`). No other slot gives up any.
         """
         wanted = self._find_pages(start, stop)
         held = self._held[slot]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from attrs import astuple, evolve, frozen
 from torch import Tensor
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
-from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.cache.window_pages import count_shared_rows, count_window_rows
@@ -298,50 +296,3 @@ def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Ma
     runs = [(layout, sum(rows for _, rows in run)) for layout, run in groupby(found, lambda one: one[0])]
     whole = weight.outputs if len(runs) > 1 else 0
     return [evolve(weight, outputs=rows, layout=layout, part_of=whole) for layout, rows in runs]
-
-
-ConfigT = TypeVar("ConfigT", bound=DenseConfig)
-
-
-def parse_dense(
-    raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, inner: int | None = None, **own: Any
-) -> ConfigT:
-    """Read Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
-
-    head_dim: used if config.json has none; by default the hidden size divided by the heads. inner: the intermediate
-    size if config.json has none, for models without a dense layer. own: the family's own fields. With `layer_types`
-    among them, the family has read that itself, because it has layers of several kinds.
-    """
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            f"config.json: hidden_act {describe_value(raw['hidden_act'])} is not supported; accepted: 'silu'"
-        )
-    kinds = raw.get("layer_types") or []
-    sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):
-        raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
-    heads = read_size(raw, "num_attention_heads")
-    hidden = read_size(raw, "hidden_size")
-    kv_heads = read_size(raw, "num_key_value_heads", heads)
-    size = read_size(raw, "head_dim", head_dim or max(1, hidden // heads))
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    if size % 2:
-        raise CheckpointError(f"config.json: head_dim {size} is odd; rotary embedding needs an even one")
-    dtype = read_dtype(raw)
-    return kind(
-        vocab_size=read_size(raw, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read_size(raw, "intermediate_size", inner),
-        num_layers=read_size(raw, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=size,
-        max_positions=read_size(raw, "max_position_embeddings"),
-        rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
-        tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
-        dtype=None if dtype is None else getattr(torch, dtype),
-        **own,
-    )

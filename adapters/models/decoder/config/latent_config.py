@@ -9,7 +9,8 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_rope, read_size, refuse_flag
-from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_fields import DenseFields, read_dense_fields
 from adapters.models.decoder.config.rope import Rotary, Scaling, parse_rope, scale_attention
 from adapters.models.decoder.layers.latent_layer import LatentShape
 from adapters.models.decoder.layers.layer_traits import LayerTraits
@@ -53,14 +54,16 @@ class LatentConfig(DenseConfig):
         return tuple((self._small(experts=few, dense=dense), range(1)) for dense in kinds)
 
 
-def parse_latent(
-    raw: Mapping[str, Any],
-    experts: GroupedExpertsShape,
-    *,
-    dense: tuple[int, ...] | None = None,
-    kind: type[LatentConfig] = LatentConfig,
-    **own: Any,
-) -> LatentConfig:
+class LatentFields(DenseFields):
+    """The fields of `LatentConfig`, without `experts`."""
+
+    rope_theta: float
+    rope_scaling: Scaling | None
+    latent: LatentShape
+    dense: tuple[int, ...]
+
+
+def read_latent_fields(raw: Mapping[str, Any], dense: tuple[int, ...] | None = None) -> LatentFields:
     """Read the config.json of a model with such attention. Raises CheckpointError.
 
     dense: the layers without experts; by default the first `first_k_dense_replace`.
@@ -87,17 +90,17 @@ def parse_latent(
     )
     if rotated % 2:
         raise CheckpointError(f"config.json: qk_rope_head_dim {rotated} is odd; rotary embedding needs an even one")
-    found = parse_dense(
-        {**raw, "head_dim": 2, "num_key_value_heads": 1},
-        kind,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        latent=latent,
-        experts=experts,
-        dense=_read_dense_layers(raw) if dense is None else dense,
-        **own,
-    )
-    return evolve(found, head_dim=latent.row)
+    dense_layers = _read_dense_layers(raw) if dense is None else dense
+    # Heads have no size of their own in config.json: a row of the cache has the latent part and the rotated one.
+    fields = read_dense_fields({**raw, "head_dim": 2, "num_key_value_heads": 1})
+    return {
+        **fields,
+        "head_dim": latent.row,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "latent": latent,
+        "dense": dense_layers,
+    }
 
 
 def _read_scale(raw: Mapping[str, Any], query: int) -> float:

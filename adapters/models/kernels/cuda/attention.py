@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import gcd
 from typing import Any
 
@@ -14,6 +14,10 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cuda.descriptors import (
+    AttentionArguments,
+    CacheArguments,
+    Constants,
+    LaunchArguments,
     cache_sizes,
     describe_blocks,
     describe_cache,
@@ -95,7 +99,7 @@ class CudaAttention:
         self.planner = TilePlanner(self.device, self.pdl, SPLIT)
         self._usual = torch.zeros(1, device=self.device)
 
-    def _options(self, warps: int) -> dict[str, Any]:
+    def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)
 
     def merges_in_kernel(self, batch: Batch) -> bool:
@@ -152,11 +156,11 @@ class CudaAttention:
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
-            options = AHEAD[head] | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
-            options["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
-            options |= self._options(8 if head > 128 else 4)
+            own = AHEAD[head] | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
+            own["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
             last = (self._partial_counts(kv), out, sinks)
-            launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
+            own_options = {**own, **self._options(8 if head > 128 else 4)}
+            launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **own_options)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
@@ -165,7 +169,7 @@ class CudaAttention:
             self._merge((acc, sums, batch.positions, out, sinks, splits), merging)
         return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
 
-    def _merge(self, given: tuple[Any, ...], constants: Mapping[str, Any]) -> None:
+    def _merge(self, given: tuple[Any, ...], constants: Constants) -> None:
         """Merge partials, by a program for each row's head."""
         bucket, heads, size = given[3].shape
         options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **self._options(1)}
@@ -298,26 +302,36 @@ class CudaAttention:
 
     def _cache_arguments(
         self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int, size: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], CacheArguments]:
         """Return the arguments for keys, values, the scales of both and the rest of keys, and the constants that
         describe them. size: numbers of a value.
         """
         keys, values = (describe_cache(cache, key_tile, size) for cache in caches)
         rest, _ = describe_cache(caches[0], key_tile, q.shape[2] - size or size)  # never read where there is none
-        shape = {"HEAD": size, "BLOCK_M": query_tile, "BLOCK_N": key_tile}
-        for name, cache in zip("KV", caches, strict=True):
-            shape |= {f"{name}_KIND": row_kind(cache), f"{name}_APART": cache.stride(2)}
-        given = (keys[0], values[0], keys[1], values[1], rest)
-        return given, shape | self._attention_options(q, query_tile, key_tile)
+        options: CacheArguments = {
+            "HEAD": size,
+            "BLOCK_M": query_tile,
+            "BLOCK_N": key_tile,
+            "K_KIND": row_kind(caches[0]),
+            "K_APART": caches[0].stride(2),
+            "V_KIND": row_kind(caches[1]),
+            "V_APART": caches[1].stride(2),
+            **self._attention_options(q, query_tile, key_tile),
+        }
+        return (keys[0], values[0], keys[1], values[1], rest), options
 
-    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
+    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> AttentionArguments:
         head = q.shape[2]
         size = q.dtype.itemsize
         wide = q.dtype == torch.float32
         fits = (self.shared - 4096 - 2 * query_tile * head * size) // (2 * key_tile * head * size)
         stages = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
-        own = {"enable_fp_fusion": False, "PRECISION": "ieee" if wide else "tf32", "STAGES": stages}
-        return self._options(8 if wide or head > 128 else 4) | own
+        return {
+            **self._options(8 if wide or head > 128 else 4),
+            "enable_fp_fusion": False,
+            "PRECISION": "ieee" if wide else "tf32",
+            "STAGES": stages,
+        }
 
     def _block_scratch(self, bucket: int, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
         """Return memory for partials of blocks. A block has few splits, so every bucket has its own."""

@@ -7,17 +7,15 @@ in every step, and computing costs less than reading would.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cuda import delta_launches
-from adapters.models.kernels.cuda.delta_launches import AT_ONCE, describe_heads
+from adapters.models.kernels.cuda.delta_launches import AT_ONCE, SingleRowArguments, WideArguments, describe_heads
 from adapters.models.kernels.cuda.delta_plan import FIELDS, ChunkPlan, FactorScratch, plan_advance
-from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
+from adapters.models.kernels.cuda.descriptors import LaunchArguments, describe_blocks, launch_options
 from adapters.models.kernels.interfaces.delta_interface import (
     BLOCK,
     CHUNK,
@@ -107,7 +105,8 @@ class CudaDelta:
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
         if batch.single and self._can_read_single(convolved.dtype, weights.shape):
-            wide = {"TILE": min(TILE, weights.shape.value_size), **self._wide_options(convolved)}
+            tile = min(TILE, weights.shape.value_size)
+            wide: SingleRowArguments = {"TILE": tile, **self._wide_options(convolved)}
             return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE
@@ -258,10 +257,10 @@ class CudaDelta:
     def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return delta_launches.apply_gate(x, gate, self._options(4))
 
-    def _options(self, warps: int) -> dict[str, Any]:
+    def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)
 
-    def _wide_options(self, convolved: Tensor) -> dict[str, Any]:
+    def _wide_options(self, convolved: Tensor) -> WideArguments:
         """Return the options of kernels that multiply whole chunks. Nothing may change the order of their sums."""
         inputs, parts = PIECES[convolved.dtype]
         return {"INPUTS": inputs, "PARTS": parts, "enable_fp_fusion": False, "num_stages": 1, **self._options(4)}

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
+from adapters.models.kernels.cuda.descriptors import LaunchArguments
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.kernels.triton import delta_rows, delta_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
+
+
+class WideArguments(LaunchArguments):
+    """The options of kernels that multiply whole chunks.
+
+    INPUTS: pieces of bfloat16 that hold an input exactly. PARTS: pieces that are taken of a computed number.
+    """
+
+    INPUTS: int
+    PARTS: int
+    enable_fp_fusion: bool
+    num_stages: int
+
+
+class SingleRowArguments(WideArguments):
+    """The options of `read_single_rows`. TILE: values of a head that one program computes."""
+
+    TILE: int
 
 
 def describe_heads(shape: DeltaShape) -> dict[str, int]:
@@ -27,7 +44,7 @@ def read_single_rows(
     weights: DeltaWeights,
     state: DeltaState,
     batch: StateBatch,
-    options: dict[str, Any],
+    options: SingleRowArguments,
 ) -> Tensor:
     """Return what the rows of a step read that has one row of each slot (`StateBatch.single`)."""
     shape = weights.shape
@@ -54,7 +71,7 @@ def read_single_rows(
     return out
 
 
-def normalize_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, options: dict[str, Any]) -> Tensor:
+def normalize_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, options: LaunchArguments) -> Tensor:
     """Return `DeltaKernels.gated_norm`."""
     rows, heads, size = x.shape
     out = torch.empty(rows, heads * size, dtype=gate.dtype, device=gate.device)
@@ -75,7 +92,7 @@ def normalize_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, opti
     return out
 
 
-def apply_gate(x: Tensor, gate: Tensor, options: dict[str, Any]) -> Tensor:
+def apply_gate(x: Tensor, gate: Tensor, options: LaunchArguments) -> Tensor:
     """Return `DeltaKernels.apply_gate`."""
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)

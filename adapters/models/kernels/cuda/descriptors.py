@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +14,48 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch
+
+Constants: TypeAlias = Mapping[str, bool | int | float | str | None]
+"""Constants of a kernel by their names in it, and Triton's own options of a launch."""
+
+
+class LaunchArguments(TypedDict):
+    """The options of every launch, as `launch` takes them.
+
+    PDL, launch_pdl: the kernel may start while the one before it drains (programmatic dependent launch). The first is a
+    constant of the kernel, the second one tells the driver; None: the device cannot. num_warps: of 32 threads each.
+    """
+
+    PDL: bool | None
+    num_warps: int
+    launch_pdl: bool | None
+
+
+class AttentionArguments(LaunchArguments):
+    """The options of kernels that attend.
+
+    PRECISION: how float32 is multiplied. STAGES: tiles of keys and values that are loaded ahead. Sums are never fused.
+    """
+
+    enable_fp_fusion: bool
+    PRECISION: str
+    STAGES: int
+
+
+class CacheArguments(AttentionArguments):
+    """The options of kernels that read cached rows.
+
+    HEAD: numbers of a value. BLOCK_M, BLOCK_N: rows of a tile of queries, and of keys. K_KIND, V_KIND: see `row_kind`.
+    K_APART, V_APART: numbers from one row of a cache to the next one.
+    """
+
+    HEAD: int
+    BLOCK_M: int
+    BLOCK_N: int
+    K_KIND: int
+    K_APART: int
+    V_KIND: int
+    V_APART: int
 
 
 def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
@@ -59,8 +102,6 @@ def word_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
 
-def launch_options(warps: int, pdl: bool | None) -> dict[str, Any]:
-    """Return the options of every launch. pdl: the kernel may start while the one before it drains (programmatic
-    dependent launch).
-    """
+def launch_options(warps: int, pdl: bool | None) -> LaunchArguments:
+    """Return the options of every launch with so many warps. pdl: see `LaunchArguments`."""
     return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from adapters.models.kernels.cuda.descriptors import Constants
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.functions.exact_exp import exp_factors
 from adapters.models.kernels.functions.exact_functions import MOST_TAKEN
@@ -24,7 +24,7 @@ from effects.job import Sampling
 BLOCK = 1024  # logits of one program
 WARPS = 8  # of 32 threads each
 TAKEN = 64  # tokens of the top-k that a program looks at together
-OPTIONS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+OPTIONS: Constants = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def draw_tokens(

@@ -20,7 +20,7 @@ from adapters.models.kernels.activations import GATES, GELU, SILU
 from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
-from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
+from adapters.models.kernels.cuda.descriptors import LaunchArguments, cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.device_traits import DeviceTraits, read_traits
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
@@ -186,7 +186,7 @@ class TritonKernels:
             return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
-    def _options(self, warps: int) -> dict[str, Any]:
+    def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)
 
     def add_norm(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
+from adapters.models.kernels.cuda.descriptors import Constants, cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.tiles import round_up_to_power
 from adapters.models.kernels.formats.row_format import INT4, LIMITS, SCALE, STEPS, as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch
@@ -35,7 +33,7 @@ def scales_of(cache: Tensor) -> Tensor:
     return as_bytes(cache).view(torch.float32) if format_of(cache).is_coded else cache
 
 
-def _describe_rotation(head: int, block: int) -> dict[str, Any]:
+def _describe_rotation(head: int, block: int) -> Constants:
     """Return the constants of a rotation of heads in blocks."""
     count = round_up_to_power(head // block)
     return {"SIZE": head, "COUNT": count, "BLOCK": block, "LOG": block.bit_length() - 1, "ROOT": block**-0.5}

@@ -15,7 +15,7 @@ import pytest
 from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
 from engine.fleet.ingress.open_requests import MOST_REQUESTS
 from engine.fleet.ingress.prompt_keys import PromptReader
-from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.route_keys import RouteKeys, RouteRequest
 from states.routing.choose_replica import RouteDecision
 from tests.engine.fleet.conftest import BLOCK, IDENTITY, FakeFleet, Servers, run_ingress, run_servers
 from tests.http.conftest import chat
@@ -344,19 +344,19 @@ async def test_a_fleet_without_requests_stops_at_once(fleet: FakeFleet) -> None:
 
 async def test_a_router_in_this_process_is_asked_before_the_handle(fleet: FakeFleet) -> None:
     facts = fleet.handle.replicas["b"].to_metadata()
-    asked: list[Mapping[str, Any]] = []
+    asked = list[RouteRequest]()
 
     class Router:
-        def choose_offered(self, given: Mapping[str, Any]) -> tuple[RouteDecision, Mapping[str, Any]] | None:
+        def choose_offered(self, given: RouteRequest) -> tuple[RouteDecision, Mapping[str, Any]] | None:
             asked.append(given)
-            return None if "b" in given["avoid"] else (RouteDecision("b", "prefix", (0, 0, 0, 0), 0, 0, 0, 0), facts)
+            return None if "b" in given.avoid else (RouteDecision("b", "prefix", (0, 0, 0, 0), 0, 0, 0, 0), facts)
 
     fleet.app.picker.routers.router = Router()
     answer = await fleet.client.post(CHAT, json=chat(max_tokens=2))
     assert (answer.status_code, answer.headers["x-rekindle-replica"]) == (200, "b")
     assert answer.headers["content-length"] == str(len(answer.content))
     assert not fleet.handle.calls
-    assert isinstance(asked[-1]["route"], RouteKeys)
+    assert isinstance(asked[-1].route, RouteKeys)
     fleet.app.picker.shun("b")
     other = await fleet.client.post(CHAT, json=chat(max_tokens=2))
     assert other.headers["x-rekindle-replica"] == "a", "a router without a replica leaves the choice to the handle"

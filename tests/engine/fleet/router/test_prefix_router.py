@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 pytest.importorskip("ray", reason="the extra `fleet` is not installed")
 
@@ -19,7 +20,7 @@ from ray.serve.request_router import RequestRouter
 from engine.core.block_digests import encode_digests
 from engine.fleet.digests import STATS_KEY
 from engine.fleet.router.prefix_router import ROUTER_PATH, PrefixRequestRouter, build_query
-from engine.fleet.router.route_keys import RouteKeys
+from engine.fleet.router.route_keys import RouteKeys, RouteRequest
 from engine.fleet.router.routing_trace import TracedRouter, replay_trace
 from states.rates import Rates
 from states.routing.choose_replica import RouteDecision
@@ -140,7 +141,7 @@ def offered(name: str, blocks: int) -> Any:
 
 def test_the_ingress_gets_the_decision_and_the_facts_without_a_call_of_the_handle():
     router = OfflineRouter()
-    given = {"route": route(), "in_flight": {}, "avoid": frozenset[str]()}
+    given = RouteRequest(route())
     assert router.choose_offered(given) is None, "Serve has named no replica yet"
     router.offered = {"a": offered("a", 2), "b": offered("b", 8)}
     for name, one in router.offered.items():
@@ -148,7 +149,7 @@ def test_the_ingress_gets_the_decision_and_the_facts_without_a_call_of_the_handl
     found = router.choose_offered(given)
     assert found is not None
     assert (found[0].replica, found[1]) == ("b", {"url": "http://b"})
-    elsewhere = router.choose_offered({**given, "avoid": frozenset("b")})
+    elsewhere = router.choose_offered(evolve(given, avoid=frozenset("b")))
     assert elsewhere is not None
     assert elsewhere[0].replica == "a"
     router.offered.pop("b")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +19,7 @@ from triton import knobs
 from triton.runtime import cache, driver
 
 import adapters.models.kernels.cuda.compilation.compile  # noqa: F401 - the same digests as with who compiles
+from adapters.models.kernels.cuda.compilation.compile_worker import KernelRequest
 from adapters.models.kernels.cuda.compilation.worker_pool import run_lines
 from adapters.models.kernels.triton_launch import withhold_launches
 
@@ -41,15 +42,19 @@ class RequestedKernels:
     lines: dict[str, int] = field(init=False, factory=dict[str, int])
     key: str = field(factory=_triton_key)
 
-    def request(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:  # noqa: A002 - Triton's name for it
+    def request(self, *, fn: Any, compile: Mapping[str, str], **_: object) -> bool:  # noqa: A002 - Triton's name for it
         """Record a kernel that Triton is about to compile, and return True to keep it from compiling
         (`jit_cache_hook`).
         """
         target = driver.active.get_current_target()
-        kind = {"module": fn.module, "name": fn.name, "triton": self.key}
-        on = [target.backend, target.arch, target.warp_size]
-        line = json.dumps({**kind, "target": on, "data": compile["specialization_data"]})
-        self.lines[line] = len(fn.jit_function.src)
+        wanted: KernelRequest = {
+            "module": fn.module,
+            "name": fn.name,
+            "triton": self.key,
+            "target": (target.backend, target.arch, target.warp_size),
+            "data": compile["specialization_data"],
+        }
+        self.lines[json.dumps(wanted)] = len(fn.jit_function.src)
         return True
 
     def compile_in_processes(self) -> None:

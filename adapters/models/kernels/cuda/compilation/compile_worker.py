@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from subprocess import SubprocessError
-from typing import Any
+from typing import Any, TypedDict
 
 from attrs import frozen
 from triton.backends.compiler import GPUTarget
@@ -35,7 +35,22 @@ class NoDriver:
         return self.target
 
 
-def compile_one(asked: dict[str, Any]) -> None:
+class KernelRequest(TypedDict):
+    """A kernel that is to be compiled, as a line of JSON.
+
+    module, name: where the function is found. triton: the digest of Triton, which names its cached files; "": to be
+    computed. target: backend, architecture and threads of a warp. data: the argument of Triton's `preload`.
+    """
+
+    module: str
+    name: str
+    triton: str
+    target: tuple[str, int | str, int]
+    data: str
+
+
+def compile_one(asked: KernelRequest) -> None:
+    """Compile a kernel into Triton's cache. Raises what Triton raises."""
     if asked["triton"]:  # a digest of all of Triton, which takes half a second
         cache.triton_key = lambda: asked["triton"]
     driver.set_active(NoDriver(GPUTarget(*asked["target"])))
