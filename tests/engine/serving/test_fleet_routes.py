@@ -40,6 +40,7 @@ from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import evolve_options
 from tests.engine.loading.test_stateful import BUCKETS, SETTINGS, ReadBack, clocks, prompt
 from tests.models.recurrent_shard import VOCAB
+from tests.plain_http import NO_TLS
 from tests.text import small
 
 __all__ = ("clocks",)  # a fixture that every test of this module uses
@@ -122,7 +123,7 @@ async def serve_sharing(text_folder: Path, shared: Path | None, **options: Any) 
         tasks.start_soon(run)
         await ready.wait()
         url = f"http://127.0.0.1:{listening[0].port}"
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=NO_TLS) as client:
             yield ReadingServer(client, running, store)
         listening[0].stop(now=True)
         await listening[0].end_event.wait()
