@@ -72,15 +72,23 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this machine or this run cannot do. A test that is skipped takes longer than most that pass."""
-    is_long_run = "long" in (config.getoption("markexpr") or "")
+    """Leave out what this machine or this run cannot do. A test that is skipped takes longer than most that pass.
+
+    Tests of CUDA are skipped where they are asked for, so that a run without a device says so of each.
+    """
+    asked = config.getoption("markexpr") or ""
     kept, left_out, reasons = list[pytest.Item](), list[pytest.Item](), Counter[str]()
     for item in items:
         if isinstance(item, pytest.Function) and not is_usual(item):
             item.add_marker(pytest.mark.long)
-        if item.get_closest_marker("cuda") and not has_cuda():  # keywords have the names of folders, too
+        # Not by keywords: they have the names of folders, too.
+        if item.get_closest_marker("cuda") and not has_cuda():
             reason = "no CUDA device"
-        elif item.get_closest_marker("long") and not is_long_run:
+            if "cuda" in asked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+                kept.append(item)
+                continue
+        elif item.get_closest_marker("long") and "long" not in asked:
             reason = "long: run with -m long"
         else:
             kept.append(item)
