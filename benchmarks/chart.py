@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Picture
 
 from benchmarks.results import Figure, Result, read_results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 OURS = "Rekindle"
@@ -133,6 +133,9 @@ def draw_panel(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
 
 
 def draw_chart(panels: Sequence[Panel], scheme: str, path: Path) -> None:
+    from matplotlib import rc_context  # noqa: PLC0415 - takes a second, and what else is here needs none of it
+    from matplotlib.figure import Figure as Picture  # noqa: PLC0415 - as above
+
     with rc_context(STYLE):
         picture = Picture(figsize=(WIDTH, HEIGHT))
         picture.patch.set_alpha(0)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ sys.dont_write_bytecode = False
 settings.register_profile("any_machine", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
 settings.load_profile("any_machine")
 
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # numbers of tests that are not run, by the reason
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
 
 
@@ -55,24 +57,67 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def pytest_collection() -> None:
+    """Collect without garbage collections. Nearly all that is made then stays, so they would find little, and they take
+    a fifth of the time.
+    """
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what was collected out of every later garbage collection: thousands of tests, and the libraries."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("cuda")]  # keywords have the names of folders, too
-    if marked and not has_cuda():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Leave out what this machine or this run cannot do. A test that is skipped takes longer than most that pass.
+
+    Tests of CUDA are skipped where they are asked for, so that a run without a device says so of each.
+    """
+    asked = config.getoption("markexpr") or ""
+    kept, left_out, reasons = list[pytest.Item](), list[pytest.Item](), Counter[str]()
     for item in items:
         if isinstance(item, pytest.Function) and not is_usual(item):
             item.add_marker(pytest.mark.long)
+        # Not by keywords: they have the names of folders, too.
+        if item.get_closest_marker("cuda") and not has_cuda():
+            reason = "no CUDA device"
+            if "cuda" in asked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+                kept.append(item)
+                continue
+        elif item.get_closest_marker("long") and "long" not in asked:
+            reason = "long: run with -m long"
+        else:
+            kept.append(item)
+            continue
+        left_out.append(item)
+        reasons[reason] += 1
+    for item in kept:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = given_up(item.obj, limit_of(item))
-        if item.get_closest_marker("long") and "long" not in (config.getoption("markexpr") or ""):
-            item.add_marker(pytest.mark.skip(reason="long: run with -m long"))
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = reasons
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this worker which tests were left out."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left_out"] = dict(session.config.stash.get(LEFT_OUT, Counter()))
+
+
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take what a worker told. All workers collect the same tests."""
+    if reasons := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = Counter(reasons)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason, count in sorted(terminalreporter.config.stash.get(LEFT_OUT, Counter()).items()):
+        terminalreporter.write_line(f"LEFT OUT [{count}] {reason}")
 
 
 def limit_of(item: pytest.Item) -> float | None:
@@ -94,6 +139,7 @@ def given_up(test: Any, limit: float | None) -> Any:
     return within
 
 
+@functools.cache
 def has_cuda() -> bool:
     import torch  # noqa: PLC0415 - most runs of a few pure tests never need it
 

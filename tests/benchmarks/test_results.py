@@ -45,11 +45,9 @@ try:
 except SystemExit as end:
     assert not end.code, end.code
 """
-QUICK = (
-    "engine_fold --finished 100 --steps 40",
-    "store_index --entries 20 --runs 1",
-)
+QUICK = ("engine_fold --finished 100 --steps 40",)
 SLOW = (
+    "store_index --entries 20 --runs 1",
     "scope_windows",
     "cuda_store --device cpu --tiny --tokens 512 --runs 1",
     "engine_overhead --steps 200 --rounds 1",

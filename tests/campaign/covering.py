@@ -44,6 +44,7 @@ from tests.e2e.test_remote_shard import WORDS, listening
 from tests.models.checkpoints import save_model
 from tests.models.draft_models import random_tensors, save_draft
 from tests.models.ggufs import write_gguf
+from tests.plain_http import NO_TLS
 
 CLIENTS, CONTEXT = 3, 1024
 POOL_PAGES = {"tight": 5, "wide": 11}
@@ -172,7 +173,7 @@ class CoveringClient:
 
     def run(self) -> None:
         try:
-            with httpx.Client(base_url=self.url, timeout=120) as client:
+            with httpx.Client(base_url=self.url, timeout=120, verify=NO_TLS) as client:
                 for request in self.requests:
                     self.ask(client, request)
         except httpx.TransportError:

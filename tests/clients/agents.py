@@ -32,6 +32,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.clients.tasks import AFTER, AGENTS, PACKAGES, TITLE, Answer, CodingAgent, grammar
+from tests.plain_http import NO_TLS
 
 CHUNK = 256  # tokens that a prefill computes at a time
 LONGEST_S = 900
@@ -179,7 +180,10 @@ async def tried(agent: CodingAgent, packages: Path, folder: Path) -> list[AgentT
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     configure(agent, home, url)
-    async with anyio.create_task_group() as tasks, httpx.AsyncClient(timeout=LONGEST_S) as client:
+    async with (
+        anyio.create_task_group() as tasks,
+        httpx.AsyncClient(timeout=LONGEST_S, verify=NO_TLS) as client,
+    ):
         relay = Relay(agent, folder, agent.answers(project), tasks, client)
         await relay.start()
         app = Starlette(routes=[Route("/{path:path}", relay.passed_on, methods=["GET", "HEAD", "POST"])])

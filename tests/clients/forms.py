@@ -18,6 +18,7 @@ import openai
 from pydantic import BaseModel, Field
 
 from tests.e2e.server import serving
+from tests.plain_http import NO_TLS
 
 SEEDS = 10
 MODES = ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA")
@@ -48,7 +49,12 @@ def main() -> int:
     instructor: Any = importlib.import_module("instructor")
     failed = 0
     with serving() as server:
-        plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+        plain = openai.OpenAI(
+            base_url=f"{server.url}/v1",
+            api_key="x",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(verify=NO_TLS),
+        )
         how: dict[str, Any] = {"model": "demo", "max_tokens": 400, "temperature": 1.0}
         how["messages"] = [{"role": "user", "content": "Tom is a tame cat of three years."}]
         for name in MODES:

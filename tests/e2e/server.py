@@ -18,6 +18,7 @@ import httpx
 from attrs import define, field
 
 from tests.importing import importing
+from tests.plain_http import NO_TLS
 
 READY = re.compile(r"ready  (http://\S+)  ")
 
@@ -55,7 +56,7 @@ class Running:
     client: httpx.Client = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=60, verify=NO_TLS)
 
     def chat(self, text: str, **more: object) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], **more}

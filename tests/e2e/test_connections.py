@@ -14,6 +14,7 @@ import httpx
 
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
+from tests.plain_http import NO_TLS
 
 
 def descriptors(running: Running) -> int:
@@ -29,7 +30,7 @@ def test_without_file_descriptors_it_waits_says_so_once_and_goes_on() -> None:
         with ExitStack() as stack:
             for _ in range(100):
                 stack.enter_context(socket.create_connection(address, timeout=10))
-            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+            assert httpx.get(f"{running.url}/health", timeout=30, verify=NO_TLS).status_code == 200
         assert httpx.post(f"{running.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         assert running.stop() == 0
     warnings = [line for line in running.errors if "room for all connections" in line or "descriptor" in line]

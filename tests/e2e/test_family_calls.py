@@ -25,6 +25,7 @@ from tests.http.answer.test_constrained_calls import (
     make_form_folder,
     schema_of,
 )
+from tests.plain_http import NO_TLS
 from tests.text.answer.test_laguna import NAMES, make_template
 
 # The form in which the family's published templates write calls. Families without one, or with Hermes' or Mistral's,
@@ -75,7 +76,7 @@ async def test_calls_of_a_random_model_arrive_alike_in_every_api(family: str, tm
     schema = schema_of(FORMS[family])
     words = (str(model), "--draft", str(draft), "--max-ctx", "2048")
     with serving(*words) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False, verify=NO_TLS) as client:
             site = Remote(client)
             how: dict[str, Any] = {"seed": 1, "temperature": 1}
             whole = {"max_tokens": ANSWER, "max_output_tokens": ANSWER}

@@ -29,6 +29,7 @@ from engine.settings.options import Options, build_options
 from engine.settings.output.start_progress import StartProgress
 from states.speculation_control import UNIT, estimate_chain_gain
 from tests.importing import importing
+from tests.plain_http import NO_TLS
 
 CONTAINERS = (dict, set, list, deque)
 WARM, SPANS, STEPS = 3, 4, 8
@@ -66,7 +67,7 @@ async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
             while gate.app is None:  # noqa: ASYNC110 - no event marks it
                 await anyio.sleep(0.1)
             url = f"http://{serving.host}:{serving.port}"
-            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=NO_TLS) as client:
                 yield client
             stop.set()
 

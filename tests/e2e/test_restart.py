@@ -14,7 +14,8 @@ import zstandard
 from tests.e2e.prepared import refused, serving
 from tests.e2e.server import Running, plainly
 
-PROMPT = [10 + 37 * n % 4000 for n in range(1500)]
+LONG = [10 + 37 * n % 4000 for n in range(1500)]
+PROMPT = LONG[:700]
 ASKED = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "logprobs": 2}
 
 
@@ -253,12 +254,12 @@ def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     try:
-        cold, _ = ask(server)
+        cold, _ = ask(server, LONG)
         deadline = time.monotonic() + 60
         while not cache(server)["write_errors"]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert ask(server)[0] == cold
+        assert ask(server, LONG)[0] == cold
         assert written(server, 0)["entries"] == 0  # the second answer's file has failed as well by now
         assert not list((tmp_path / "kv").glob("*.zst"))
         assert sum("cannot write to disk" in line for line in server.errors) == 1

@@ -20,6 +20,7 @@ from adapters import demo
 from engine.__main__ import main
 from tests.e2e.prepared import refused, serving
 from tests.e2e.server import Running, plainly
+from tests.plain_http import NO_TLS
 
 CODE = "def fibonacci(n):\n"
 
@@ -108,7 +109,7 @@ def test_four_at_once_give_what_each_gives_alone(server: Running) -> None:
     together: dict[int, str] = {}
 
     def one(n: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=60, verify=NO_TLS) as client:
             body = {"prompt": prompts[n], "max_tokens": 30, **settings[n]}
             together[n] = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
 

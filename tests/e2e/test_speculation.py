@@ -47,6 +47,7 @@ from states.residency import resolve_residency
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.models.draft_models import FULL, random_tensors, save_draft
+from tests.pairs import usual_where
 
 SAMPLINGS = [
     Sampling(),
@@ -245,6 +246,8 @@ async def test_tokens_and_logprobs_are_those_without_speculation(jobs, plain, gu
     assert sum(accepted) < sum(one.closed.report.proposed for one in found)
 
 
+# The draft beside the target in a batch, the hybrid's own head alone.
+@usual_where(lambda places: places["model"] != places["at_once"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("at_once", [1, 4])
 async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain, at_once):

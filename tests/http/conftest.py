@@ -26,7 +26,8 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.text.model_text import Text
 from effects.job import Job
 from engine.settings.options import evolve_options
-from tests.http.fake_door import FakeDoor, digest_script
+from tests.http.fake_door import DIGESTS, FakeDoor
+from tests.plain_http import NO_TLS
 from tests.text import small
 
 
@@ -98,7 +99,7 @@ async def served(
         listening.append(serving)
         ready.set()
 
-    async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
+    async with FakeDoor.opened(DIGESTS, **door or {}) as fake, anyio.create_task_group() as tasks:
         histories = Histories(archive, memory, frozen, recall)
         app = build_app(fake, text, edge, metrics, histories, fleet_routes=fleet_routes)
 
@@ -113,7 +114,9 @@ async def served(
         await ready.wait()
         address = f"http://127.0.0.1:{listening[0].port}"
         pool = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=address, timeout=20, limits=pool, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=address, timeout=20, limits=pool, trust_env=False, verify=NO_TLS
+        ) as client:
             yield Site(client, fake, text, edge, listening[0], metrics, memory, frozen)
         listening[0].stop(now=True)
         await listening[0].end_event.wait()

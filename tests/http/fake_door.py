@@ -7,6 +7,7 @@ once, and a cancelled job ends within one chunk or decode step.
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
 from collections import deque
@@ -37,14 +38,9 @@ from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 from engine.core.cache_misses import find_longest_divergence
 
-
-@frozen
-class FakeProps:
-    """Implements `Props`."""
-
-    def build_json(self) -> Mapping[str, Any]:
-        return {"model": "fake"}
-
+# After so many tokens the digests end an answer if steps take no time. Every request without a limit of its own would
+# fill the context otherwise. An answer that takes its time has no end, so that clients may leave it.
+ANSWER_TOKENS = 128
 
 FINISHES: Mapping[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -52,6 +48,14 @@ FINISHES: Mapping[CancelReason, Finish] = {
     "stop_string": "stop",
     "shutdown": "shutdown",
 }
+
+
+@frozen
+class FakeProps:
+    """Implements `Props`."""
+
+    def build_json(self) -> Mapping[str, Any]:
+        return {"model": "fake"}
 
 
 @define(eq=False)
@@ -154,7 +158,7 @@ class FakeDoor:
 
     def reset(self) -> None:
         """Forget all requests and scripts, as a new door. Nothing may run."""
-        fresh = FakeDoor(digest_script(20, 300), self.tasks)
+        fresh = FakeDoor(DIGESTS, self.tasks)
         for name in (
             "script",
             "per_step",
@@ -257,6 +261,8 @@ class FakeDoor:
     async def _decode(self, ticket: FakeTicket) -> None:
         job, count = ticket.job, 0
         tokens = self.script(job)
+        if self.script is DIGESTS and not self.step_s and self.per_step == 1:
+            tokens = itertools.islice(tokens, ANSWER_TOKENS)
         while True:
             if not await ticket.pause(self.step_s):
                 return ticket.close(FINISHES[ticket.reason or "client_gone"])
@@ -302,10 +308,12 @@ def digest_script(low: int, high: int) -> Script:
     """Tokens in [low, high) that depend on the prompt, the seed and the position, and on nothing else."""
 
     def script(job: Job) -> Iterator[int]:
-        position = len(job.prompt)
-        while True:
-            what = f"{job.prompt} {job.sampling.seed} {position}".encode()
-            yield low + zlib.crc32(what) % (high - low)
-            position += 1
+        prompt = zlib.crc32(f"{job.prompt} {job.sampling.seed} ".encode())
+        for position in itertools.count(len(job.prompt)):
+            yield low + zlib.crc32(b"%d" % position, prompt) % (high - low)
 
     return script
+
+
+DIGESTS = digest_script(20, 300)
+"""What a door says unless a test gives it a script."""

@@ -15,6 +15,7 @@ import pytest
 
 from tests.http.conftest import Site, chat, served
 from tests.http.wire.test_lifecycle import until
+from tests.plain_http import NO_TLS
 
 PATH = "/v1/chat/completions"
 BODY = json.dumps(chat(max_tokens=1)).encode()
@@ -97,7 +98,7 @@ async def test_the_servers_own_page_and_an_allowed_one_may_call(guarded: Site) -
     assert (await guarded.client.get("/props", headers={"origin": own})).status_code == 200
     allowed = {"origin": "https://page.example"}
     preflight = {**allowed, "access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
-    async with httpx.AsyncClient(base_url=own, trust_env=False) as keyless:
+    async with httpx.AsyncClient(base_url=own, trust_env=False, verify=NO_TLS) as keyless:
         answer = await keyless.options(PATH, headers=preflight)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
@@ -140,7 +141,7 @@ async def test_a_star_lets_every_page_call(folder: Path) -> None:
     ids=lambda headers: str(headers)[:50],
 )
 async def test_without_a_key_nothing_but_health_is_answered(guarded: Site, headers: dict[str, str]) -> None:
-    async with httpx.AsyncClient(base_url=guarded.client.base_url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=guarded.client.base_url, trust_env=False, verify=NO_TLS) as client:
         for method, path in (("POST", PATH), ("GET", "/props"), ("GET", "/"), ("GET", "/metrics"), ("GET", "/nothing")):
             response = await client.request(method, path, headers=headers)
             assert response.status_code == 401
@@ -161,7 +162,7 @@ async def test_without_a_key_nothing_but_health_is_answered(guarded: Site, heade
 )
 async def test_a_right_key_in_either_header_opens(guarded: Site, headers: dict[str, str]) -> None:
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    async with httpx.AsyncClient(base_url=guarded.client.base_url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=guarded.client.base_url, trust_env=False, verify=NO_TLS) as client:
         assert (await client.get("/props", headers=raw)).status_code == 200
 
 

@@ -26,6 +26,7 @@ from effects.prefill import RunPrefill
 from engine.settings.output.server_facts import CompressionFacts, ServerFacts
 from tests.browser import SHIFT, Browser, Page, found
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, engine
+from tests.plain_http import NO_TLS
 from tests.text import small
 
 pytestmark = pytest.mark.skipif(found() is None, reason="no Chromium here: Debian's package is `chromium`")
@@ -295,7 +296,7 @@ async def test_the_prompt_box_shows_every_token_as_the_api_tells_them(seen: Seen
             "document.querySelector('#raw-figures').innerText && document.querySelector('#raw-stop').hidden"
         )
         body = {"prompt": prompt, "max_tokens": 96}
-        async with httpx.AsyncClient(base_url=seen.url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=seen.url, trust_env=False, verify=NO_TLS) as client:
             answer = await client.post("v1/completions", json=body, headers={"x-api-key": KEY})
         assert (
             await page.js("document.querySelector('#raw-out').textContent")

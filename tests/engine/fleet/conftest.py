@@ -30,6 +30,7 @@ from engine.fleet.replica_facts import ReplicaFacts
 from engine.settings.options import evolve_options
 from states.routing.choose_replica import RemotePrefill, RouteDecision
 from tests.http.conftest import Site, served
+from tests.plain_http import NO_TLS
 from tests.text import small
 
 IDENTITY = "0" * 32
@@ -142,7 +143,9 @@ async def run_ingress(servers: Servers, **options: Any) -> AsyncIterator[FakeFle
         stack.push_async_callback(app.relay.close)
         guard = Guard(app, edge.access, metrics, frozenset({*about["endpoints"], *files.load_files(), FLEET}), None)
         url = await stack.enter_async_context(run_application(guard))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=NO_TLS)
+        )
         yield FakeFleet(client, servers.sites, handle, app)
 
 

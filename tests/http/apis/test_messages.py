@@ -15,6 +15,7 @@ from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
 from tests.lazy_module import LazyModule
+from tests.plain_http import NO_TLS
 
 if TYPE_CHECKING:
     import anthropic
@@ -33,10 +34,18 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture
 async def client(site: Site) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(
-        base_url=str(site.client.base_url), api_key="any", max_retries=0, timeout=20
-    ) as client:
+    async with client_of(site) as client:
         yield client
+
+
+def client_of(site: Site) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(
+        base_url=str(site.client.base_url),
+        api_key="any",
+        max_retries=0,
+        timeout=20,
+        http_client=anthropic.DefaultAsyncHttpxClient(verify=NO_TLS),
+    )
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -326,7 +335,7 @@ async def test_a_long_prefill_is_full_of_pings(folder: Any) -> None:
         reports = [data["prompt_progress"] for name, data in shown if "prompt_progress" in data]
         assert reports[0]["processed"] == reports[0]["cache"]
         assert reports[-1]["processed"] == reports[-1]["total"]
-        client = anthropic.AsyncAnthropic(base_url=str(slow.client.base_url), api_key="any")
+        client = client_of(slow)
         async with client, client.messages.stream(**asked(), extra_body={"return_progress": True}) as stream:
             assert isinstance(await stream.get_final_message(), anthropic.types.Message)
 
@@ -342,7 +351,7 @@ async def test_a_very_long_prefill_has_events_that_clients_count(folder: Any) ->
         assert life
         assert all(data["delta"]["stop_reason"] is None for data in life)
         assert [data["type"] for data in before].count("ping") > 2 * len(life)
-        client = anthropic.AsyncAnthropic(base_url=str(slow.client.base_url), api_key="any")
+        client = client_of(slow)
         async with (
             client,
             client.messages.stream(**asked(messages=[{"role": "user", "content": "Well! " * 60}])) as stream,

@@ -13,6 +13,7 @@ from tests.http.answer.test_tools import CALL, SECOND, TOOLS
 from tests.http.conftest import Site
 from tests.http.wire.test_lifecycle import until
 from tests.lazy_module import LazyModule
+from tests.plain_http import NO_TLS
 
 if TYPE_CHECKING:
     import openai
@@ -25,7 +26,13 @@ QUESTION: list[Any] = [{"role": "user", "content": "Weather?"}]
 
 @pytest.fixture
 async def sdk(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
-    client = openai.AsyncOpenAI(api_key="none", base_url=f"{site.client.base_url}/v1", max_retries=0, timeout=20)
+    client = openai.AsyncOpenAI(
+        api_key="none",
+        base_url=f"{site.client.base_url}/v1",
+        max_retries=0,
+        timeout=20,
+        http_client=openai.DefaultAsyncHttpxClient(verify=NO_TLS),
+    )
     async with client:
         yield client
 

@@ -24,6 +24,7 @@ from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
 from tests.lazy_module import LazyModule
+from tests.plain_http import NO_TLS
 
 if TYPE_CHECKING:
     import openai
@@ -43,7 +44,13 @@ async def client(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def client_of(site: Site) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{site.client.base_url}/v1", api_key="any", max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(
+        base_url=f"{site.client.base_url}/v1",
+        api_key="any",
+        max_retries=0,
+        timeout=20,
+        http_client=openai.DefaultAsyncHttpxClient(verify=NO_TLS),
+    )
 
 
 def asked(**fields: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.layer_runner import LayerRunner
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
@@ -89,12 +90,7 @@ def test_a_shard_reads_the_bytes_of_its_own_tensors_and_no_other(
     config, entries = checkpoint.config, checkpoint.tensors
     for layers in (range(2), range(2, 3), range(3, 5)):
         read.clear()
-        DenseShard(
-            config,
-            checkpoint,
-            proven(config, torch.float32, 64).copy_for_shard(),
-            ShardPlacement(layers=layers, capacity=64),
-        ).close()
+        DenseShard(config, checkpoint, ReferenceKernels(), ShardPlacement(layers=layers, capacity=64)).close()
         own = [(entries[name].start, entries[name].stop) for name in config.tensors(layers)]
         assert sorted(read) == sorted(own)
     parts = [{*config.tensors(layers)} for layers in (range(2), range(2, 3), range(3, 5))]
