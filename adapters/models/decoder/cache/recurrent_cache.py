@@ -133,8 +133,8 @@ class RecurrentCache:
     def settling(self, step: Step) -> AbstractContextManager[None]:
         """Return a context for a forward. Segments that settle move their states as it runs.
 
-        If the forward raises, the state of one such segment is put back, and of several nothing continues. Otherwise all
-        rows of these segments are settled.
+        If the forward raises, the state of one such segment is put back, and of several nothing continues. Otherwise
+        all rows of these segments are settled.
         """
         return self._settling(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
