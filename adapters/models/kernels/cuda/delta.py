@@ -107,7 +107,7 @@ class CudaDelta:
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
         if batch.single and self._can_read_single(convolved.dtype, weights.shape):
-            wide = {**self._wide_options(convolved), **delta_launches.SINGLE_OPTIONS}
+            wide = {"TILE": min(TILE, weights.shape.value_size), **self._wide_options(convolved)}
             return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE

@@ -14,8 +14,6 @@ from adapters.models.kernels.triton import delta_rows, delta_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
-# Of the kernel for single rows: few registers and narrow pieces of states, so that a processor holds three programs.
-SINGLE_OPTIONS = {"TILE": 32, "maxnreg": 168}
 
 
 def describe_heads(shape: DeltaShape) -> dict[str, int]:
