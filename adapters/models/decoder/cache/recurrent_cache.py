@@ -164,8 +164,8 @@ class RecurrentCache:
         bases = [self._base(one.slot, one.start) for one in segments]
         own = list[Tensor]()
         if len(segments) == 1 and segments[0].start:
-            slot, start = segments[0].slot, segments[0].start
-            own = self._view_slot(slot) if start > bases[0] else self._view_states(slot)
+            slot = segments[0].slot
+            own = self._view_slot(slot) if segments[0].start > bases[0] else self._view_states(slot)
         saved = [tensor.clone() for tensor in own]
         try:
             yield
