@@ -47,8 +47,8 @@ from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
-# The bytes of a GPU that stay free at least; a tenth of its memory if that is more. Its context, graphs and short-lived
-# buffers of kernels need them.
+# The bytes of a GPU that stay free at least; a tenth of its memory if that is more. Its context, graphs, short-lived
+# buffers of kernels, and a forward's copy of one recurrent state (`RecurrentCache.settling`) need them.
 SPARE = 1 << 30
 
 

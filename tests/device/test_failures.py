@@ -242,6 +242,32 @@ async def test_a_prompt_that_runs_out_of_memory_takes_the_state_of_its_slot_alon
     assert driver.executor.close()
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("stateful", [True, False])
+async def test_prompts_that_share_a_launch_without_memory_break_slots_whose_states_nobody_puts_back(
+    monkeypatch, stateful
+):
+    state = (TensorSpec("layers.0.memory", "F32", (1, 64, 1)),)
+    fake = FakeShard(states=NoStates(specs=state if stateful else ()))
+    driver = drive(fake)
+    clients = [await driver.open(prompt_of(20, 10), slot=slot) for slot in (0, 1)]
+
+    def exhausted(self, step, inputs):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeShard, "forward", exhausted)
+        failed = await driver.perform(*(client.chunk(4) for client in clients))
+    after = await driver.perform(*(client.chunk(4) for client in clients))
+    if stateful:
+        broken = tuple(DeviceFailed("broken", f"slot {slot} was being settled: no room") for slot in (0, 1))
+        assert failed == after == broken
+    else:
+        assert failed == (DeviceFailed("out_of_memory", "no room"),) * 2
+        assert [type(one) for one in after] == [PrefillAdvanced] * 2
+    assert driver.executor.close()
+
+
 async def test_an_exception_that_is_a_bug_comes_through(on_fake, fake, monkeypatch):
     clients = await ready(on_fake, 2)
 

@@ -80,7 +80,8 @@ class PrefillRunner:
         """Compute the next rows of several prompts, and report those of each forward when they are in place.
 
         No times are reported, because a forward may wait for the one before it. If memory is missing, every prefill
-        that has no outcome yet gets that failure.
+        that has no outcome yet gets that failure. With positional state their slots are broken then, because a forward
+        of several prompts puts no state back.
         """
         waiting: dict[int, tuple[RequestId, RunPrefill]] = {}  # by slot, those without an outcome
         for one in effect_requests:
@@ -98,10 +99,13 @@ class PrefillRunner:
                     self.checkpoints.keep_after_chunk(request, effect, piece.state)
                 queue.put([(request, PrefillAdvanced(piece.stop)) for (request, _), piece in done])
         except Exception as error:
-            if not is_out_of_memory(error) or self.shard.states.specs:
+            if not is_out_of_memory(error):
                 raise
-            failure = out_of_memory_failure(error)
-            queue.put([(request, failure) for request, _ in waiting.values()])
+            queue.put([(request, self._fail(slot, error)) for slot, (request, _) in waiting.items()])
+
+    def _fail(self, slot: int, error: Exception) -> DeviceFailed:
+        """Return the failure of a prefill that shared a launch for which memory was missing."""
+        return self.decoding.fail_half_settled(slot, error) if self.shard.states.specs else out_of_memory_failure(error)
 
     def _make_forwards(
         self, waiting: dict[int, tuple[RequestId, RunPrefill]], queue: OutcomeQueue

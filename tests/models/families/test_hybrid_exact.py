@@ -175,6 +175,29 @@ def test_a_forward_that_fails_leaves_states_as_they_were(whole, monkeypatch):
     assert same_bits(computed(shard, tokens, [(64, 20), (0, 0)], slot=1, start=100), expected[100:])
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("prompts", [1, 2, 3])
+def test_a_forward_copies_the_state_of_one_prompt_and_of_several_none(whole, prompts, monkeypatch):
+    """The estimate of memory has no room for copies of several states."""
+    shard, tokens, expected = whole
+    slots = range(1, 1 + prompts)
+    for slot in slots:
+        computed(shard, tokens[:64], CHUNKS, slot=slot)
+    copied, clone = list[int](), torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda own: copied.append(own.nbytes) or clone(own))
+    step = Step(tuple(Segment(slot, 64, 64) for slot in slots), 64 * prompts, rows_only=True)
+    shard.states.start(step)
+    with pytest.raises(torch.OutOfMemoryError), shard.states.settling(step):
+        raise torch.OutOfMemoryError
+    assert sum(copied) == (sum(spec.nbytes for spec in shard.states.specs) if prompts == 1 else 0)
+    monkeypatch.undo()
+    if prompts > 1:
+        with pytest.raises(ValueError, match="nothing continues from 64"):
+            computed(shard, tokens[:128], CHUNKS, slot=1, start=64)
+    start = 64 if prompts == 1 else 0
+    assert same_bits(computed(shard, tokens, CHUNKS, slot=1, start=start), expected[start:])
+
+
 def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
     shard, tokens, _ = whole
     with pytest.raises(ValueError, match="a tree: each of its nodes would need a recurrent state of its own"):

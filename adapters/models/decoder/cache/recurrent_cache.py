@@ -133,12 +133,13 @@ class RecurrentCache:
     def settling(self, step: Step) -> AbstractContextManager[None]:
         """Return a context for a forward. Segments that settle move their states as it runs.
 
-        If the forward raises, the states are put back; otherwise all rows of these segments are settled.
+        If the forward raises, the state of one such segment is put back, and of several nothing continues. Otherwise
+        all rows of these segments are settled.
         """
         return self._settling(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
     def restoring(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context that puts back what was settled if the step fails in it, here or in a later shard."""
+        """Return a context that does for a step that fails, here or in a later shard, what `settling` does."""
         return self._restoring(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
     @contextmanager
@@ -153,21 +154,25 @@ class RecurrentCache:
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
+        """Put the state of a segment that settles back if the step fails.
+
+        Of several such segments no state is put back, and their slots have to begin anew: whoever lets several prompts
+        share a forward gives all of them up if it fails. So a step copies the state of one slot at most, and a GPU's
+        reserve has room for that (`SPARE` in `engine/loading/memory_estimate.py`).
+        """
         segments = [*filter(step.settles, step.segments)]
         bases = [self._base(one.slot, one.start) for one in segments]
-        own = [
-            tensor
-            for one, base in zip(segments, bases, strict=True)
-            if one.start
-            for tensor in (self._view_slot(one.slot) if one.start > base else self._view_states(one.slot))
-        ]
+        own = list[Tensor]()
+        if len(segments) == 1 and segments[0].start:
+            slot = segments[0].slot
+            own = self._view_slot(slot) if segments[0].start > bases[0] else self._view_states(slot)
         saved = [tensor.clone() for tensor in own]
         try:
             yield
         except BaseException:
             copy_together(own, saved)
             for one, base in zip(segments, bases, strict=True):
-                self._standing[one.slot] = Standing(base, one.start - base)
+                self._standing[one.slot] = Standing(base, one.start - base) if len(segments) == 1 else Standing(0)
             raise
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:

@@ -220,6 +220,22 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
         else:
             self.slots[slot] = (self.value, start + CHUNK)
 
+    @rule(slots=st.permutations(range(SLOTS)), fails=st.booleans())
+    def forward_of_two(self, slots: list[int], fails: bool) -> None:
+        """Two prompts share a forward. If it fails, both slots have to begin anew, from whatever is in them."""
+        step = Step(tuple(Segment(slot, self.slots[slot][1], CHUNK) for slot in slots[:2]), 2 * CHUNK, rows_only=True)
+        self.cache.start(step)
+        try:
+            with self.cache.settling(step):
+                for slot in slots[:2]:
+                    self.value += 1
+                    self.fill(slot, self.value)
+                    self.slots[slot] = (self.value, self.slots[slot][1] + CHUNK)
+                self.run_out(fails)
+        except MemoryError:
+            for slot in slots[:2]:
+                self.slots[slot] = (self.slots[slot][0], 0)
+
     @rule(source=st.integers(0, SLOTS - 1), heir=st.integers(0, SLOTS - 1))
     def copy(self, source: int, heir: int) -> None:
         self.cache.copy(source, heir)
