@@ -461,13 +461,12 @@ def choose_client_way(rows: Sequence[dict[str, float]]) -> str:
     return "threads"
 
 
-def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, Any]:
+def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> dict[str, Any]:
     """Medians of MB/s over all passes but the first, which warms up. pace: MB/s of the store."""
     rows = list[dict[str, float]]()
     memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
     memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
-    passes = PASSES if pace > SLOW_MB_S else SLOW_PASSES
-    for turn in range(passes + 1):
+    for turn in range((passes if pace > SLOW_MB_S else SLOW_PASSES) + 1):
         layout = Layout(f"rates {store} {codec} {pace} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
     found_way = choose_client_way(rows[1:])
@@ -539,6 +538,8 @@ def main() -> int:
     parser.add_argument("--writer", default="cpu:0,ipc+cpu:0", help="as --target-devices, of the server that writes")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--paces", default="inf,1250,125", help="MB/s of stores; inf: the store's own speed")
+    parser.add_argument("--codecs", default="store,zstd")
+    parser.add_argument("--passes", type=int, default=PASSES, help="of a store that is not slow, besides the first")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.leave:
@@ -549,9 +550,8 @@ def main() -> int:
             for model in given.models.split(","):
                 answers.append(anyio.run(compare_answers, given, model, url))
         if "rates" in given.only:
-            codecs: tuple[Fixed, ...] = ("store", "zstd")
-            for pace, codec in product(map(float, given.paces.split(",")), codecs):
-                rates.append(measure_rates(url, given.store, codec, pace))
+            for pace, codec in product(map(float, given.paces.split(",")), given.codecs.split(",")):
+                rates.append(measure_rates(url, given.store, codec, pace, given.passes))
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)
     if rates:
