@@ -1,4 +1,4 @@
-"""Makes zstd frames whose content is not compressed, by the compiled library (frames.h) where there is one.
+"""Makes and reads zstd frames whose content is not compressed, by the compiled library (frames.h) where there is one.
 
 Any zstd decoder reads them. zstd's own encoder searches for matches at every level, and finds none in rows of numbers.
 """
@@ -46,6 +46,20 @@ def create_plain_compressor() -> Compress:
     compiled = load_functions()
     short = seekable.create_compressor(LEVEL)
     return short if compiled is None else PlainCompressor(compiled, short)
+
+
+def read_plain_frame(descriptor: int, at: int, length: int, target: memoryview) -> bytes:
+    """Read a frame of a file straight to its place in `target`, which it fills. Return its checksum, compared.
+
+    It is empty where this is not exactly a frame that PlainCompressor makes, or cannot be read. Then the target may
+    hold anything, and another decoder has to say what is wrong.
+    """
+    compiled = load_functions()
+    if compiled is None:
+        return b""
+    place = np.frombuffer(target, np.uint8)
+    found = compiled.rekindle_read_frame(descriptor, at, length, place.ctypes.data, place.nbytes)
+    return b"" if found < 0 else int(found).to_bytes(seekable.CHECKSUM, "little")
 
 
 @cache

@@ -2,6 +2,9 @@
 // pass. zstd's own encoder searches for matches first, which takes three times as long, and finds none in rows of numbers.
 // Words are taken as little-endian, which the processors are.
 
+#include <sys/uio.h>
+#include <unistd.h>
+
 #define FRAME_MAGIC 0xfd2fb528u
 #define FRAME_HEAD 9     // bytes: magic, descriptor, size of the content
 #define ONE_SEGMENT 0xa4 // descriptor: four bytes of size, a checksum, no dictionary, no window
@@ -100,4 +103,31 @@ void rekindle_pack_frame(const uint8_t *data, long content, uint8_t *out) {
     } while (at < content);
     const uint32_t sum = (uint32_t)xx_end(&hash, data + hash.count, content - hash.count);
     memcpy(out, &sum, FRAME_CHECKSUM);
+}
+
+// Reads exactly such a frame of `length` bytes at `at` of a file, its content straight into `out`. Returns its checksum, or
+// -1 if that fails or it is not byte for byte the frame that `rekindle_pack_frame` writes; then `out` may hold anything.
+long rekindle_read_frame(int file, long at, long length, uint8_t *out, long content) {
+    uint8_t expected[FRAME_HEAD + BLOCK_HEAD], found[FRAME_HEAD + BLOCK_HEAD];
+    const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
+    uint32_t sum;
+    if (content <= 0 || length != rekindle_frame_bytes(content)) return -1;
+    memcpy(expected, &magic, 4);
+    expected[4] = ONE_SEGMENT;
+    memcpy(expected + 5, &size, 4);
+    long heads = FRAME_HEAD; // bytes before the head of the block
+    xxh64_t hash;
+    xx_begin(&hash);
+    for (long done = 0; done < content;) {
+        const long bytes = content - done < BLOCK_BYTES ? content - done : BLOCK_BYTES;
+        const uint32_t head = (uint32_t)bytes << 3 | (done + bytes == content);
+        memcpy(expected + heads, &head, BLOCK_HEAD);
+        heads += BLOCK_HEAD;
+        const struct iovec parts[2] = {{found, (size_t)heads}, {out + done, (size_t)bytes}};
+        if (preadv(file, parts, 2, at) != heads + bytes || memcmp(found, expected, (size_t)heads)) return -1;
+        at += heads + bytes, done += bytes, heads = 0;
+        xx_stripes(&hash, out + hash.count, (done - hash.count) & ~31l);
+    }
+    if (pread(file, &sum, FRAME_CHECKSUM, at) != FRAME_CHECKSUM) return -1;
+    return sum == (uint32_t)xx_end(&hash, out + hash.count, content - hash.count) ? (long)sum : -1;
 }
