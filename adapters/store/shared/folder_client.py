@@ -1,14 +1,16 @@
 """A client of a folder that several servers mount.
 
-The library lists such a folder, as any store. Runs are read and written here, by threads of our own: a run is read
-straight to its place, or piece by piece into memory that is used again and again, and decoded in the cache. The library
-reads it whole into new memory first, and a core takes as long to map that as to copy the bytes.
+The library lists such a folder, as any store. Runs are read and written here, by threads of our own. A run is read
+straight to its place, or piece by piece into memory that is used again and again, and decoded while it is in the
+processor's cache. The library reads it whole into new memory first, and a core takes as long to map that as to copy the
+bytes.
 
 A folder may hang when its server is gone. A caller waits within its limit only, and the thread is left behind.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import stat
@@ -23,19 +25,22 @@ from urllib.parse import unquote, urlsplit
 
 from attrs import define, field
 
+from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent, borrow_scratch, read_fully
 from adapters.store.files.seekable import Damaged
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable, shorten_error
-from adapters.store.shared.store_health import compute_patient_limit
+from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 
+THREADS = 64  # reads and writes at once; most wait for the folder
 CLEARLY_TEMPORARY = "#"  # with a number behind it: listings of the library leave such files out
 T = TypeVar("T")
 
 
 @define(eq=False)
 class FolderClient(ObjectClient):
-    """The client."""
+    """The client. Its threads are started as they are needed, and end with `close` or with the process."""
 
+    _threads: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-folder", THREADS), init=False)
     _root: Path = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -49,13 +54,45 @@ class FolderClient(ObjectClient):
         decode: Callable[[RunContent], T],
         then: Callable[[T], object],
     ) -> T:
-        """Do as any client does, and leave a thread behind that has not read it within the limit."""
-        return await self._decode_on_thread(partial(open_file, self._root / name), size, decode, then)
+        """Do as any client does. After the limit, `then` is not called any more."""
+        claim = threading.Lock()
+
+        def read() -> T:
+            with open_file(self._root / name) as file:
+                found = decode(file)
+            if not claim.acquire(blocking=False):
+                raise StoreUnreachable("the caller has not waited for it")
+            then(found)
+            return found
+
+        return await self._run(read, compute_limit(size), claim)
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         write = partial(write_file, self._root / name, parts, replace=replace)
         await self._run(write, compute_patient_limit(sum(map(len, parts))), threading.Lock())
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    async def _run(self, work: Callable[[], T], limit_s: float, claim: threading.Lock) -> T:
+        """Return what a call on a thread returns. Raises StoreUnreachable after the limit.
+
+        claim: taken by the first of two that end the call: its thread, if the result counts, or this caller after the
+        limit.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        done, _ = await asyncio.wait((running,), timeout=limit_s)
+        if not done and claim.acquire(blocking=False):
+            running.add_done_callback(ignore_result)
+            raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}")
+        return await running
+
+
+def ignore_result(done: asyncio.Future[T]) -> None:
+    """Retrieve the exception, so that asyncio does not report that nothing did."""
+    if not done.cancelled():
+        done.exception()
 
 
 @define(eq=False)

@@ -1,10 +1,6 @@
 """A client of an object store, with limits of time and our own errors. It and `open_client.py` alone import `obstore`.
 
 Every operation ends within its limit, whatever the store does. A folder has a client of its own (`folder_client.py`).
-
-A run that one request reads is read and decoded by one thread of ours. The library would put its bytes together on a
-thread of its own, in memory that the kernel has to map each time, and an event loop would pass them on. A call that
-hangs is left behind after the limit, and ends with the library's own limits.
 """
 
 from __future__ import annotations
@@ -12,19 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from datetime import datetime
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
-from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
@@ -37,7 +30,6 @@ CAUSE = re.compile(r'^ +(?:message|error): "(.+)",$', re.MULTILINE)  # in the li
 RANGE_BYTES = 4 << 20  # what one request reads; a larger object is read by several at once
 PAGE = 1000  # names of one answer to a listing
 MAX_LISTED = 1 << 20  # objects of a listing; more would take the memory of the server
-THREADS = 64  # reads at once, and writes into a folder; most wait for the store
 T = TypeVar("T")
 
 
@@ -63,13 +55,11 @@ class ObjectFacts:
 class ObjectClient:
     """Operations on the objects below one URL. Any thread with a running event loop may call them.
 
-    Each raises StoreUnreachable within its limit; reads raise FileNotFoundError as well. Threads are started as they
-    are needed, and end with `close` or with the process.
+    Each raises StoreUnreachable within its limit; reads raise FileNotFoundError as well.
     """
 
     url: str
     _store: ObjectStore
-    _threads: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-reader", THREADS), init=False)
 
     @property
     def place(self) -> str:
@@ -136,11 +126,8 @@ class ObjectClient:
     ) -> T:
         """Call `decode` with the content of an object, and `then` with the result, on one thread. Return the result.
 
-        size: as listed. workers: their threads may be used. Raises what `decode` and `then` raise as well. A thread
-        that has not read a small object within the limit does not call `then` any more.
+        size: as listed. workers: their threads may be used. Raises what `decode` and `then` raise as well.
         """
-        if len(split_ranges(size)) == 1:
-            return await self._decode_on_thread(partial(self._fetch_whole, name, size), size, decode, then)
         pieces = ObjectPieces(await self.read_object(name, size))
 
         def read() -> T:
@@ -149,49 +136,6 @@ class ObjectClient:
             return found
 
         return await asyncio.get_running_loop().run_in_executor(workers, read)
-
-    @contextmanager
-    def _fetch_whole(self, name: str, size: int) -> Iterator[RunContent]:
-        """Yield the content of a small object, without its bytes if it has another size now. Blocks."""
-        from obstore import get  # noqa: PLC0415
-
-        with translate_errors():
-            found = get(self._store, name)
-            raw = memoryview(found.bytes() if found.meta["size"] == size else b"")
-        yield ObjectPieces([raw])
-
-    async def _decode_on_thread(
-        self,
-        open_content: Callable[[], AbstractContextManager[RunContent]],
-        size: int,
-        decode: Callable[[RunContent], T],
-        then: Callable[[T], object],
-    ) -> T:
-        """Open a content, decode it and call `then`, on a thread. After the limit `then` is not called any more."""
-        claim = threading.Lock()
-
-        def read() -> T:
-            with open_content() as content:
-                found = decode(content)
-            if not claim.acquire(blocking=False):
-                raise StoreUnreachable("the caller has not waited for it")
-            then(found)
-            return found
-
-        return await self._run(read, compute_limit(size), claim)
-
-    async def _run(self, work: Callable[[], T], limit_s: float, claim: threading.Lock) -> T:
-        """Return what a call on a thread returns. Raises StoreUnreachable after the limit.
-
-        claim: taken by the first of two that end the call: its thread, if the result counts, or this caller after the
-        limit.
-        """
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        done, _ = await asyncio.wait((running,), timeout=limit_s)
-        if not done and claim.acquire(blocking=False):
-            running.add_done_callback(ignore_result)
-            raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}")
-        return await running
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
@@ -213,37 +157,22 @@ class ObjectClient:
 
     def close(self) -> None:
         """End what the client has started. It is not used any more."""
-        self._threads.shutdown()
-
-
-def ignore_result(done: asyncio.Future[T]) -> None:
-    """Retrieve the exception, so that asyncio does not report that nothing did."""
-    if not done.cancelled():
-        done.exception()
 
 
 @asynccontextmanager
 async def limit_time(client: ObjectClient, limit_s: float) -> AsyncIterator[None]:
     """Give an operation its time, and turn the library's errors into ours."""
-    try:
-        async with asyncio.timeout(limit_s):
-            with translate_errors():
-                yield
-    except TimeoutError as error:
-        raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {client.place}") from error
-
-
-@contextmanager
-def translate_errors() -> Iterator[None]:
-    """Turn the library's errors into ours."""
     from obstore.exceptions import AlreadyExistsError, BaseError  # noqa: PLC0415
 
     try:
-        yield
+        async with asyncio.timeout(limit_s):
+            yield
     except AlreadyExistsError as error:
         raise ObjectExists from error
     except FileNotFoundError as error:
         raise FileNotFoundError(shorten_error(error)) from error
+    except TimeoutError as error:
+        raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {client.place}") from error
     except (BaseError, OSError) as error:
         raise StoreUnreachable(shorten_error(error)) from error
 

@@ -15,7 +15,7 @@ pytest.importorskip("obstore")
 
 from adapters.store.files.read_run import RunContent
 from adapters.store.files.seekable import Damaged
-from adapters.store.shared import folder_client, object_client
+from adapters.store.shared import folder_client
 from adapters.store.shared.folder_client import FolderClient
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.open_client import open_client
@@ -130,7 +130,7 @@ def test_what_is_not_there_and_what_cannot_be_read_are_told_apart(root: Path, cl
 def test_a_folder_that_hangs_costs_one_limit_and_changes_nothing_later(
     client: FolderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_client, "compute_limit", lambda _: 0.05)
+    monkeypatch.setattr(folder_client, "compute_limit", lambda _: 0.05)
     write(client, CONTENT)
     goes_on, has_ended = threading.Event(), threading.Event()
     used = list[bytes]()
@@ -151,7 +151,7 @@ def test_a_folder_that_hangs_costs_one_limit_and_changes_nothing_later(
 
 def test_what_was_read_in_time_is_waited_for(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are on their way into a slot are never left behind."""
-    monkeypatch.setattr(object_client, "compute_limit", lambda _: 0.2)
+    monkeypatch.setattr(folder_client, "compute_limit", lambda _: 0.2)
     write(client, CONTENT)
     used = list[bytes]()
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from attrs import define, field
@@ -334,10 +333,10 @@ class FailingClient(ObjectClient):
         await self.fail()
         return await super().read_range(name, start, stop)
 
-    async def read_content(self, name: str, size: int, *words: Any) -> Any:
+    async def read_object(self, name: str, size: int) -> list[memoryview]:
         self.reads += 1
         await self.fail()
-        return await super().read_content(name, size, *words)
+        return await super().read_object(name, size)
 
     async def write_object(self, name: str, parts: object, *, replace: bool = False) -> None:
         await self.fail()
