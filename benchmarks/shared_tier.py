@@ -12,15 +12,19 @@ tier, whatever that is worth. Tokens are compared.
 objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
 decodes, checks and copies. Passes take turns; medians.
 
+The client alone reads in two ways, on an event loop and with calls that block on threads. The quicker one counts.
+
 A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.
 So the same is measured with stores that give fewer MB/s (`--paces`, 1250 and 125 by default: 10 and 1 Gbit/s). Each
 operation takes as long as its bytes take at that rate, all operations of one direction together. What is read is
-decoded when all of its bytes have come.
+decoded when all of its bytes have come. Fetching it from an object store goes on meanwhile, as it does for the client
+alone.
 
 Processor seconds per GB are those of this process. They say what a way costs where other work shares the machine.
 `encode_alone` and `decode_alone` are those of one thread that does nothing else. From them and from what the client
 alone takes follows a *bound*: the ratio that the whole tier could reach if the cores did nothing else and never waited.
-`moto`'s server takes a core of its own.
+`moto`'s server takes a core of its own. With two cores it shares them with the client, and so it does with the whole
+tier, which then slows the server down. `--client-cores 2` on a larger machine leaves the other cores to the server.
 
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
@@ -540,6 +544,7 @@ def main() -> int:
     parser.add_argument("--paces", default="inf,1250,125", help="MB/s of stores; inf: the store's own speed")
     parser.add_argument("--codecs", default="store,zstd")
     parser.add_argument("--passes", type=int, default=PASSES, help="of a store that is not slow, besides the first")
+    parser.add_argument("--client-cores", type=int, default=0, help="cores of this process, once the server runs")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.leave:
@@ -549,6 +554,8 @@ def main() -> int:
         if "exactness" in given.only:
             for model in given.models.split(","):
                 answers.append(anyio.run(compare_answers, given, model, url))
+        if given.client_cores:  # threads that start later are bound to them as well
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.client_cores])
         if "rates" in given.only:
             for pace, codec in product(map(float, given.paces.split(",")), given.codecs.split(",")):
                 rates.append(measure_rates(url, given.store, codec, pace, given.passes))
