@@ -238,7 +238,8 @@ def read_plain_batch(file: RunContent, descriptor: int, batch: FrameBatch, targe
 
     None if some frame is another one, or damaged. Raises Damaged or OSError.
     """
-    at, place = batch.content, batch.at
+    at = batch.content
+    place = batch.at
     head = b""
     checksums = list[bytes]()
     for packed, content in batch.frames:
