@@ -12,15 +12,19 @@ tier, whatever that is worth. Tokens are compared.
 objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
 decodes, checks and copies. Passes take turns; medians.
 
+The client alone reads in two ways, on an event loop and with calls that block on threads. The quicker one counts.
+
 A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.
 So the same is measured with stores that give fewer MB/s (`--paces`, 1250 and 125 by default: 10 and 1 Gbit/s). Each
 operation takes as long as its bytes take at that rate, all operations of one direction together. What is read is
-decoded when all of its bytes have come.
+decoded when all of its bytes have come. Fetching it from an object store goes on meanwhile, as it does for the client
+alone.
 
 Processor seconds per GB are those of this process. They say what a way costs where other work shares the machine.
 `encode_alone` and `decode_alone` are those of one thread that does nothing else. From them and from what the client
 alone takes follows a *bound*: the ratio that the whole tier could reach if the cores did nothing else and never waited.
-`moto`'s server takes a core of its own.
+`moto`'s server takes a core of its own. With two cores it shares them with the client, and so it does with the whole
+tier, which then slows the server down. `--client-cores 2` on a larger machine leaves the other cores to the server.
 
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
@@ -53,7 +57,7 @@ from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.files.read_run import Expected, RunContent, fill_target
+from adapters.store.files.read_run import PIECE_BYTES, Expected, RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.shared.object_client import ObjectClient
 from adapters.store.shared.object_pieces import ObjectPieces
@@ -195,16 +199,13 @@ class Pace:
 
     async def run(self, work: Awaitable[T], size: int) -> T:
         """Await work that moves so many bytes; it ends when they have passed."""
-        end_s = self._take(size)
+        end_s = self.take(size)
         done = await work
         await sleep_until(end_s)
         return done
 
-    async def pass_bytes(self, size: int) -> None:
-        """Wait until so many bytes have passed."""
-        await sleep_until(self._take(size))
-
-    def _take(self, size: int) -> float:
+    def take(self, size: int) -> float:
+        """Return the time at which so many bytes have passed, after those that were taken before."""
         now_s = time.perf_counter()
         with self._lock:
             self._free_s = max(now_s, self._free_s) + size / self.bytes_a_s
@@ -237,8 +238,13 @@ class PacedClient(ObjectClient):
         decode: Callable[[RunContent], T],
         then: Callable[[T], object],
     ) -> T:
-        await self.pace.pass_bytes(size)
-        return await self.plain.read_content(name, size, workers, decode, then)
+        end_s = self.pace.take(size)
+
+        def decode_later(content: RunContent) -> T:
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+            return decode(content)
+
+        return await self.plain.read_content(name, size, workers, decode_later, then)
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         written = self.plain.write_object(name, parts, replace=replace)
@@ -270,6 +276,7 @@ async def time_client_writes(client: PacedClient, files: Sequence[bytes], mark: 
 
 
 async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+    """The library's calls for event loops."""
     from obstore import get_async  # noqa: PLC0415
 
     names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
@@ -288,6 +295,29 @@ async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str
     return time.perf_counter() - began
 
 
+async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+    """The library's calls that block, on as many threads."""
+    from obstore import get  # noqa: PLC0415
+
+    names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
+    store = client._store  # noqa: SLF001
+
+    def read(name: str) -> None:
+        get(store, name).bytes()
+
+    with ThreadPoolExecutor(RUNS_IN_FLIGHT) as threads:
+
+        async def work() -> None:
+            loop = asyncio.get_running_loop()
+            while names:
+                name, size = names.pop()
+                await client.pace.run(loop.run_in_executor(threads, read, name), size)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
+        return time.perf_counter() - began
+
+
 async def time_moved_writes(client: ObjectClient, files: Sequence[bytes], mark: str) -> float:
     names = [(f"moved-{mark}/{number}", file) for number, file in enumerate(files)]
 
@@ -301,12 +331,19 @@ async def time_moved_writes(client: ObjectClient, files: Sequence[bytes], mark: 
     return time.perf_counter() - began
 
 
-async def time_moved_reads(client: ObjectClient, sizes: Sequence[int], mark: str) -> float:
+def drain(content: RunContent) -> None:
+    """Read a content, and do nothing with it."""
+    for at in range(0, content.size, PIECE_BYTES):
+        with content.read_piece(at, min(PIECE_BYTES, content.size - at)):
+            pass
+
+
+async def time_moved_reads(client: ObjectClient, sizes: Sequence[int], mark: str, workers: Executor) -> float:
     names = [(f"moved-{mark}/{number}", size) for number, size in enumerate(sizes)]
 
     async def work() -> None:
         while names:
-            await client.read_object(*names.pop())
+            await client.read_content(*names.pop(), workers, drain, lambda _: None)
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
@@ -399,7 +436,8 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
         ]
         reads: list[tuple[str, Callable[[], float]]] = [
             ("client_read", lambda: asyncio.run(time_client_reads(client, sizes, mark))),
-            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark))),
+            ("threads_read", lambda: asyncio.run(time_thread_reads(client, sizes, mark))),
+            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark, workers))),
             ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
         ]
         order = -1 if turn % 2 else 1
@@ -417,17 +455,28 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
     return speeds | spent | {"encode_alone": encode_s, "decode_alone": decode_s}
 
 
-def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, Any]:
+def choose_client_way(rows: Sequence[dict[str, float]]) -> str:
+    """Let the client alone read in the quicker of its two ways, and return which that is."""
+    if median([row["threads_read"] for row in rows]) <= median([row["client_read"] for row in rows]):
+        return "an event loop"
+    for row in rows:
+        row["client_read"] = row["threads_read"]
+        row["client_read_cpu"] = row["threads_read_cpu"]
+    return "threads"
+
+
+def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> dict[str, Any]:
     """Medians of MB/s over all passes but the first, which warms up. pace: MB/s of the store."""
     rows = list[dict[str, float]]()
     memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
     memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
-    passes = PASSES if pace > SLOW_MB_S else SLOW_PASSES
-    for turn in range(passes + 1):
+    for turn in range((passes if pace > SLOW_MB_S else SLOW_PASSES) + 1):
         layout = Layout(f"rates {store} {codec} {pace} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
+    found_way = choose_client_way(rows[1:])
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
     found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
+    found["client_reads_on"] = found_way
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
     found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
     cores = (os.cpu_count() or 1) - (not url.startswith("file:"))
@@ -493,6 +542,9 @@ def main() -> int:
     parser.add_argument("--writer", default="cpu:0,ipc+cpu:0", help="as --target-devices, of the server that writes")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--paces", default="inf,1250,125", help="MB/s of stores; inf: the store's own speed")
+    parser.add_argument("--codecs", default="store,zstd")
+    parser.add_argument("--passes", type=int, default=PASSES, help="of a store that is not slow, besides the first")
+    parser.add_argument("--client-cores", type=int, default=0, help="cores of this process, once the server runs")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.leave:
@@ -502,10 +554,11 @@ def main() -> int:
         if "exactness" in given.only:
             for model in given.models.split(","):
                 answers.append(anyio.run(compare_answers, given, model, url))
+        if given.client_cores:  # threads that start later are bound to them as well
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.client_cores])
         if "rates" in given.only:
-            codecs: tuple[Fixed, ...] = ("store", "zstd")
-            for pace, codec in product(map(float, given.paces.split(",")), codecs):
-                rates.append(measure_rates(url, given.store, codec, pace))
+            for pace, codec in product(map(float, given.paces.split(",")), given.codecs.split(",")):
+                rates.append(measure_rates(url, given.store, codec, pace, given.passes))
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)
     if rates:

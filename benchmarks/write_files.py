@@ -26,8 +26,7 @@ import numpy as np
 
 from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
-from adapters.store.files import seekable
-from adapters.store.files.codec import LEVELS
+from adapters.store.files.codec import create_compressor
 from adapters.store.files.file_format import Layout, Run, encode_run, format_name
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.same_thread_executor import SameThreadExecutor
@@ -55,7 +54,7 @@ def make_run(size: int) -> tuple[Run, bytes]:
 def measure(write: Write, folder: PrivateFolder, size: int, total: int, *, compress: bool) -> float:
     """Return seconds of processor time per GiB for `total` bytes in files of `size` bytes; the files are removed."""
     run, rows = make_run(size)
-    codec = seekable.create_compressor(LEVELS["store"])
+    codec = create_compressor("store")
     parts = encode_run(run, LAYOUT, rows, codec)
     names = [format_name(run.keys[-1], number) for number in range(max(1, total // size))]
     started = time.process_time()

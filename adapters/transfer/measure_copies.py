@@ -22,8 +22,7 @@ from attrs import define, field
 from adapters.store.block_index import Entry
 from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
 from adapters.store.disk.disk_tier import DiskTier
-from adapters.store.files import seekable
-from adapters.store.files.codec import LEVELS, Fixed
+from adapters.store.files.codec import CODECS, Fixed, create_compressor
 from adapters.store.files.file_format import Run, encode_run, format_name
 from adapters.store.files.private_folder import TEMPORARY
 from adapters.store.files.read_run import Expected
@@ -168,8 +167,7 @@ class CopyMeasurement:
         try:
             while len(names) < most and (not names or time.perf_counter_ns() < end):
                 names.append(
-                    TEMPORARY
-                    + format_name(expected.run.keys[-1], RUNS_IN_FLIGHT * list(LEVELS).index(codec) + len(names))
+                    TEMPORARY + format_name(expected.run.keys[-1], RUNS_IN_FLIGHT * CODECS.index(codec) + len(names))
                 )
                 with os.fdopen(disk.folder.create(names[-1]), "wb") as file:
                     file.writelines(parts)
@@ -194,7 +192,7 @@ class CopyMeasurement:
         tokens = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes))
         keys = (bytes(KEY_BYTES),) * (tokens // layout.block_size)
         run = Run(0, layout.compute_root("rows"), keys, bytes(tokens * TOKEN_BYTES))
-        parts = encode_run(run, layout, self._make_content(tokens), seekable.create_compressor(LEVELS[codec]))
+        parts = encode_run(run, layout, self._make_content(tokens), create_compressor(codec))
         return parts, Expected(sum(map(len, parts)), run, layout)
 
     def _read_object(self, tier: SharedTier, name: str, expected: Expected, number: int) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import zstandard
 from attrs import evolve
 from torch import Tensor
 
@@ -260,7 +261,17 @@ def recurrent(chance: random.Random, native: NativeLibrary) -> Finds:
     return found
 
 
-KINDS = (products, packed, norms, heads, attention, draws, recurrent)
+def frames(chance: random.Random, native: NativeLibrary) -> Finds:
+    """Plain frames, which have no levels, and which a decoder of zstd reads."""
+    size = chance.choice([1, 31, 32, 33, 16 << 10, 128 << 10, 256 << 10]) + chance.randrange(-1, 40)
+    content = np.frombuffer(chance.randbytes(size), np.uint8)
+    frame = np.empty(native.code.rekindle_frame_bytes(size), np.uint8)
+    native.code.rekindle_pack_frame(content.ctypes.data, size, frame.ctypes.data)
+    assert zstandard.ZstdDecompressor().decompress(frame.tobytes()) == content.tobytes()
+    return lambda _: []
+
+
+KINDS = (products, packed, norms, heads, attention, draws, recurrent, frames)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:

@@ -7,12 +7,13 @@ from typing import Literal, TypeAlias
 
 from attrs import define
 
-from adapters.store.files import seekable
+from adapters.store.files import plain_frames, seekable
 from adapters.store.files.seekable import Compress
 
 Fixed: TypeAlias = Literal["zstd", "store"]
 Codec: TypeAlias = Literal["auto"] | Fixed
-LEVELS: dict[Fixed, int] = {"store": -5, "zstd": 1}  # -5 leaves KV as it is and decodes at the speed of memory
+CODECS: tuple[Fixed, ...] = ("store", "zstd")
+ZSTD_LEVEL = 1
 # Pieces that are read and decoded at the same time. Two for each core: while one waits for the disk, another is
 # decoded.
 DECODERS = max(4, min(16, 2 * (os.cpu_count() or 1)))
@@ -32,6 +33,11 @@ def choose_codec(ratio: int) -> Fixed:
     return "zstd" if 0 < ratio < REQUIRED_RATIO else "store"
 
 
+def create_compressor(codec: Fixed) -> Compress:
+    """Return a compressor for the frames of a file. `store` decodes at the speed of memory."""
+    return plain_frames.create_plain_compressor() if codec == "store" else seekable.create_compressor(ZSTD_LEVEL)
+
+
 @define
 class CodecChooser:
     """Makes the compressor of each file. measured_choice: the choice of `auto`, known before the first request."""
@@ -44,4 +50,4 @@ class CodecChooser:
         return self.measured_choice if self.codec == "auto" else self.codec
 
     def create_compressor(self) -> Compress:
-        return seekable.create_compressor(LEVELS[self.choice])
+        return create_compressor(self.choice)

@@ -1,8 +1,9 @@
 """A client of a folder that several servers mount.
 
-The library lists such a folder, as any store. Runs are read and written here, by threads of our own: a run is read
-piece by piece into memory that is used again and again, and decoded while it is in the processor's cache. The library
-reads it whole into new memory first, and a core takes as long to map that as to copy the bytes.
+The library lists such a folder, as any store. Runs are read and written here, by threads of our own. A run is read
+straight to its place, or piece by piece into memory that is used again and again, and decoded while it is in the
+processor's cache. The library reads it whole into new memory first, and a core takes as long to map that as to copy the
+bytes.
 
 A folder may hang when its server is gone. A caller waits within its limit only, and the thread is left behind.
 """
@@ -98,7 +99,7 @@ def ignore_result(done: asyncio.Future[T]) -> None:
 class FolderFile:
     """A file of the folder, as `fill_target` reads it."""
 
-    _descriptor: int
+    descriptor: int
     size: int
 
     @contextmanager
@@ -106,7 +107,7 @@ class FolderFile:
         """Yield a piece of the content. Raises Damaged if there is less, StoreUnreachable if reading fails."""
         with borrow_scratch(length) as space:
             with expect_folder():
-                read_fully(self._descriptor, space[:length], at, length)
+                read_fully(self.descriptor, space[:length], at, length)
             yield space[:length]
 
 

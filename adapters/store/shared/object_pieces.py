@@ -17,6 +17,7 @@ class ObjectPieces:
     """Neighbouring pieces of one object. Only what lies across two of them is copied."""
 
     pieces: Sequence[memoryview]
+    descriptor: None = field(default=None, init=False)  # it is no file
     _starts: list[int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:

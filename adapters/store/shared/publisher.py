@@ -28,6 +28,7 @@ from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
 ENCODERS = max(1, min(UPLOADS, (os.cpu_count() or 1) // 4))  # the other cores serve requests
+TASKS = UPLOADS + ENCODERS  # so that as many are encoded meanwhile
 
 
 @define(eq=False)
@@ -109,8 +110,8 @@ class Publisher:
             if watch.done.set_running_or_notify_cancel():
                 watch.done.set_result(None)
 
-    async def empty_queue(self) -> None:
-        """Write what is queued. Several tasks may do so at once."""
+    async def empty_queue(self, uploads: asyncio.Semaphore) -> None:
+        """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
         while self._queue:
             number, job = self._queue.popleft()
             try:
@@ -118,7 +119,9 @@ class Publisher:
                 run = job.run
                 del job  # its rows are free
                 if parts:
-                    await self._upload(run, parts)
+                    async with uploads:
+                        await self._upload(run, parts)
+                    del parts
             finally:
                 self._count_off(number)
 

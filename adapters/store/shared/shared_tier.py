@@ -54,7 +54,7 @@ from adapters.store.shared.garbage_collector import GarbageCollector
 from adapters.store.shared.object_client import ObjectClient, StoreUnreachable
 from adapters.store.shared.object_names import name_entry, name_sample
 from adapters.store.shared.publish_policy import SharedLimits
-from adapters.store.shared.publisher import UPLOADS, Publisher
+from adapters.store.shared.publisher import TASKS, UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
 from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import Buffer, SlabMemory
@@ -317,20 +317,23 @@ class SharedTier:
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             refreshing = tasks.create_task(self._refresher.keep_refreshing())
-            uploads = set[asyncio.Task[None]]()
-            self._start_uploads(tasks, uploads)
+            running = set[asyncio.Task[None]]()
+            uploads = asyncio.Semaphore(UPLOADS)
+            self._start_publishing(tasks, running, uploads)
             while not self._closing:
                 await self._wake.wait()
                 self._wake.clear()
-                self._start_uploads(tasks, uploads)
+                self._start_publishing(tasks, running, uploads)
             refreshing.cancel()
         with suppress(OSError):
             await self._collector.remove_report()
 
-    def _start_uploads(self, tasks: asyncio.TaskGroup, running: set[asyncio.Task[None]]) -> None:
+    def _start_publishing(
+        self, tasks: asyncio.TaskGroup, running: set[asyncio.Task[None]], uploads: asyncio.Semaphore
+    ) -> None:
         """Start tasks that empty the queue, as many as run at once: a slow upload must not hold the others up."""
-        for _ in range(UPLOADS - len(running)):
-            task = tasks.create_task(self._publisher.empty_queue())
+        for _ in range(TASKS - len(running)):
+            task = tasks.create_task(self._publisher.empty_queue(uploads))
             running.add(task)
             task.add_done_callback(running.discard)
 

@@ -14,7 +14,18 @@ from attrs import frozen
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "experts.h", "layers.h", "draw.h", "rounds.h", "texts.h", "products.c"),
+    *(
+        "attention.h",
+        "delta.h",
+        "packed.h",
+        "experts.h",
+        "layers.h",
+        "draw.h",
+        "rounds.h",
+        "texts.h",
+        "frames.h",
+        "products.c",
+    ),
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
@@ -147,6 +158,12 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
+    code.rekindle_frame_bytes.argtypes = [size]
+    code.rekindle_frame_bytes.restype = size
+    code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
+    code.rekindle_pack_frame.restype = None
+    code.rekindle_read_frame.argtypes = [number, size, size, pointer, size]
+    code.rekindle_read_frame.restype = size
     brief = ctypes.PyDLL(str(folder / FILE))
     for calls in (code, brief):
         calls.rekindle_match_texts.argtypes = [pointer, size]

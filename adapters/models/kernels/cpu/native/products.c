@@ -574,3 +574,4 @@ void rekindle_heads(
 #include "draw.h"
 #include "rounds.h"
 #include "texts.h"
+#include "frames.h"

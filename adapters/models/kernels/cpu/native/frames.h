@@ -1,0 +1,133 @@
+// Zstd frames of plain blocks (RFC 8878): content that is not compressed, with XXH64 over it. It is copied and hashed in one
+// pass. zstd's own encoder searches for matches first, which takes three times as long, and finds none in rows of numbers.
+// Words are taken as little-endian, which the processors are.
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define FRAME_MAGIC 0xfd2fb528u
+#define FRAME_HEAD 9     // bytes: magic, descriptor, size of the content
+#define ONE_SEGMENT 0xa4 // descriptor: four bytes of size, a checksum, no dictionary, no window
+#define BLOCK_HEAD 3
+#define BLOCK_BYTES (128l << 10) // the most that a block may have
+#define FRAME_CHECKSUM 4
+#define HASHED_AT_ONCE (16l << 10) // copied and hashed while it is in the first cache
+
+#define XX1 0x9e3779b185ebca87u
+#define XX2 0xc2b2ae3d27d4eb4fu
+#define XX3 0x165667b19e3779f9u
+#define XX4 0x85ebca77c2b2ae63u
+#define XX5 0x27d4eb2f165667c5u
+
+typedef struct {
+    uint64_t lanes[4];
+    long count; // bytes so far: a multiple of 32
+} xxh64_t;
+
+static inline uint64_t rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
+
+static inline uint64_t xx_word(const uint8_t *at) {
+    uint64_t word;
+    memcpy(&word, at, 8);
+    return word;
+}
+
+static inline uint64_t xx_round(uint64_t lane, uint64_t word) { return rotate(lane + word * XX2, 31) * XX1; }
+
+static void xx_begin(xxh64_t *hash) {
+    *hash = (xxh64_t){{XX1 + XX2, XX2, 0, 0 - XX1}, 0};
+}
+
+// Whole stripes of 32 bytes.
+static void xx_stripes(xxh64_t *hash, const uint8_t *at, long bytes) {
+    uint64_t a = hash->lanes[0], b = hash->lanes[1], c = hash->lanes[2], d = hash->lanes[3];
+    for (const uint8_t *end = at + bytes; at < end; at += 32) {
+        a = xx_round(a, xx_word(at));
+        b = xx_round(b, xx_word(at + 8));
+        c = xx_round(c, xx_word(at + 16));
+        d = xx_round(d, xx_word(at + 24));
+    }
+    hash->lanes[0] = a, hash->lanes[1] = b, hash->lanes[2] = c, hash->lanes[3] = d;
+    hash->count += bytes;
+}
+
+// The rest, less than 32 bytes; returns the hash of everything.
+static uint64_t xx_end(const xxh64_t *hash, const uint8_t *at, long bytes) {
+    const uint64_t *lanes = hash->lanes;
+    uint64_t sum = lanes[2] + XX5; // of the seed 0
+    if (hash->count) {
+        sum = rotate(lanes[0], 1) + rotate(lanes[1], 7) + rotate(lanes[2], 12) + rotate(lanes[3], 18);
+        for (int lane = 0; lane < 4; lane++) sum = (sum ^ xx_round(0, lanes[lane])) * XX1 + XX4;
+    }
+    sum += (uint64_t)(hash->count + bytes);
+    for (; bytes >= 8; bytes -= 8, at += 8) sum = rotate(sum ^ xx_round(0, xx_word(at)), 27) * XX1 + XX4;
+    if (bytes >= 4) {
+        uint32_t word;
+        memcpy(&word, at, 4);
+        sum = rotate(sum ^ word * XX1, 23) * XX2 + XX3;
+        bytes -= 4, at += 4;
+    }
+    for (; bytes; bytes--, at++) sum = rotate(sum ^ *at * XX5, 11) * XX1;
+    sum = (sum ^ sum >> 33) * XX2;
+    sum = (sum ^ sum >> 29) * XX3;
+    return sum ^ sum >> 32;
+}
+
+// Bytes of the frame of so many bytes of content. A content of nothing has one empty block.
+long rekindle_frame_bytes(long content) {
+    const long blocks = content ? (content + BLOCK_BYTES - 1) / BLOCK_BYTES : 1;
+    return FRAME_HEAD + content + BLOCK_HEAD * blocks + FRAME_CHECKSUM;
+}
+
+// Writes the frame of `content` bytes, fewer than 4 GiB, to `out`, which has `rekindle_frame_bytes`.
+void rekindle_pack_frame(const uint8_t *data, long content, uint8_t *out) {
+    const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
+    xxh64_t hash;
+    xx_begin(&hash);
+    memcpy(out, &magic, 4);
+    out[4] = ONE_SEGMENT;
+    memcpy(out + 5, &size, 4);
+    out += FRAME_HEAD;
+    long at = 0;
+    do {
+        const long bytes = content - at < BLOCK_BYTES ? content - at : BLOCK_BYTES;
+        const uint32_t head = (uint32_t)bytes << 3 | (at + bytes == content);
+        memcpy(out, &head, BLOCK_HEAD);
+        out += BLOCK_HEAD;
+        for (long done = 0; done < bytes; done += HASHED_AT_ONCE) {
+            const long now = bytes - done < HASHED_AT_ONCE ? bytes - done : HASHED_AT_ONCE;
+            memcpy(out + done, data + at + done, now);
+            xx_stripes(&hash, data + hash.count, (at + done + now - hash.count) & ~31l);
+        }
+        out += bytes, at += bytes;
+    } while (at < content);
+    const uint32_t sum = (uint32_t)xx_end(&hash, data + hash.count, content - hash.count);
+    memcpy(out, &sum, FRAME_CHECKSUM);
+}
+
+// Reads exactly such a frame of `length` bytes at `at` of a file, its content straight into `out`. Returns its checksum, or
+// -1 if that fails or it is not byte for byte the frame that `rekindle_pack_frame` writes; then `out` may hold anything.
+long rekindle_read_frame(int file, long at, long length, uint8_t *out, long content) {
+    uint8_t expected[FRAME_HEAD + BLOCK_HEAD], found[FRAME_HEAD + BLOCK_HEAD];
+    const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
+    uint32_t sum;
+    if (content <= 0 || length != rekindle_frame_bytes(content)) return -1;
+    memcpy(expected, &magic, 4);
+    expected[4] = ONE_SEGMENT;
+    memcpy(expected + 5, &size, 4);
+    long heads = FRAME_HEAD; // bytes before the head of the block
+    xxh64_t hash;
+    xx_begin(&hash);
+    for (long done = 0; done < content;) {
+        const long bytes = content - done < BLOCK_BYTES ? content - done : BLOCK_BYTES;
+        const uint32_t head = (uint32_t)bytes << 3 | (done + bytes == content);
+        memcpy(expected + heads, &head, BLOCK_HEAD);
+        heads += BLOCK_HEAD;
+        const struct iovec parts[2] = {{found, (size_t)heads}, {out + done, (size_t)bytes}};
+        if (preadv(file, parts, 2, at) != heads + bytes || memcmp(found, expected, (size_t)heads)) return -1;
+        at += heads + bytes, done += bytes, heads = 0;
+        xx_stripes(&hash, out + hash.count, (done - hash.count) & ~31l);
+    }
+    if (pread(file, &sum, FRAME_CHECKSUM, at) != FRAME_CHECKSUM) return -1;
+    return sum == (uint32_t)xx_end(&hash, out + hash.count, content - hash.count) ? (long)sum : -1;
+}

@@ -1,0 +1,87 @@
+"""Makes and reads zstd frames whose content is not compressed, by the compiled library (frames.h) where there is one.
+
+Any zstd decoder reads them. zstd's own encoder searches for matches at every level, and finds none in rows of numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import numpy as np
+from attrs import frozen
+
+from adapters.store.files import seekable
+from adapters.store.files.seekable import Buffer, Compress
+
+# zstd's level that leaves rows as they are. It makes the frames where there is no library, and those of short contents:
+# they are heads, whose text becomes smaller.
+LEVEL = -5
+SHORT = 64 << 10
+MOST = (1 << 32) - 1  # bytes of a content, whose size a frame gives in four bytes
+
+
+@frozen(eq=False)
+class PlainCompressor:
+    """Makes frames that carry their content's size and checksum. Only one thread at a time may use it.
+
+    compiled: the library.
+    """
+
+    compiled: ctypes.CDLL
+    short: Compress
+
+    def compress(self, data: Buffer) -> bytes:
+        """Return the frame of a content. The interpreter is free while it is made."""
+        content = np.frombuffer(data, np.uint8)
+        if not SHORT <= content.nbytes <= MOST:
+            return self.short.compress(data)
+        frame = make_bytes(self.compiled.rekindle_frame_bytes(content.nbytes))
+        self.compiled.rekindle_pack_frame(content.ctypes.data, content.nbytes, find_address(frame))
+        return frame
+
+
+def create_plain_compressor() -> Compress:
+    """Return a compressor of plain frames: the library's, or zstd's where there is none."""
+    compiled = load_functions()
+    short = seekable.create_compressor(LEVEL)
+    return short if compiled is None else PlainCompressor(compiled, short)
+
+
+def read_plain_frame(descriptor: int, at: int, length: int, target: memoryview) -> bytes:
+    """Read a frame of a file straight to its place in `target`, which it fills. Return its checksum, compared.
+
+    It is empty where this is not exactly a frame that PlainCompressor makes, or cannot be read. Then the target may
+    hold anything, and another decoder has to say what is wrong.
+    """
+    compiled = load_functions()
+    if compiled is None:
+        return b""
+    place = np.frombuffer(target, np.uint8)
+    found = compiled.rekindle_read_frame(descriptor, at, length, place.ctypes.data, place.nbytes)
+    return b"" if found < 0 else int(found).to_bytes(seekable.CHECKSUM, "little")
+
+
+@cache
+def load_functions() -> ctypes.CDLL | None:
+    from adapters.models.kernels.cpu.native.native_library import find_library  # noqa: PLC0415 - readers need none
+
+    library = find_library()
+    return None if library is None else library.code
+
+
+def make_bytes(size: int) -> bytes:
+    """Return bytes whose content is not set yet, as the interpreter allows for an object that nobody has seen."""
+    make = ctypes.pythonapi.PyBytes_FromStringAndSize
+    make.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
+    make.restype = ctypes.py_object
+    made: bytes = make(None, size)
+    return made
+
+
+def find_address(made: bytes) -> int:
+    find = ctypes.pythonapi.PyBytes_AsString
+    find.argtypes = [ctypes.py_object]
+    find.restype = ctypes.c_void_p
+    address: int = find(made)
+    return address
