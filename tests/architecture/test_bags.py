@@ -139,7 +139,7 @@ EDGES: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
     ),
     "what a tool prints with --json, reads from a file, or asks a server": (34, ("engine/tools/",)),
 }
-MOST_ELSEWHERE = 314  # in `benchmarks/` and `training/`, whose rows are written as JSON as they are
+MOST_ELSEWHERE = 317  # in `benchmarks/` and `training/`, whose rows are written as JSON as they are
 
 
 def find_bags(tree: ast.AST) -> Iterator[int]:

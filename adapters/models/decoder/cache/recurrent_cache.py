@@ -156,8 +156,8 @@ class RecurrentCache:
     def _restoring(self, step: Step) -> Iterator[None]:
         """Put the state of a segment that settles back if the step fails.
 
-        Of several such segments no state is put back, and their slots have to begin anew: whoever lets several prompts
-        share a forward gives all of them up if it fails. So a step copies the state of one slot at most, and a GPU's
+        Of several such segments no state is put back, and their slots have to begin anew: a caller that lets several
+        prompts share a forward gives all of them up if it fails. So a step copies the state of one slot at most, and a GPU's
         reserve has room for that (`SPARE` in `engine/loading/memory_estimate.py`).
         """
         segments = [*filter(step.settles, step.segments)]

@@ -29,6 +29,9 @@ from adapters.models.kernels.cuda.descriptors import (
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
+    AHEAD,
+    CHAIN_AHEAD,
+    CODED_AHEAD,
     KV_TILE,
     choose_tiles,
     count_parts,
@@ -48,27 +51,7 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-# For each size of heads the consumers of a tile, their registers, and the tiles that are loaded ahead. A processor runs
-# one program.
-CHAIN_AHEAD = {
-    64: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
-    128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
-    256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
-}
-# The same where rows are codes. Warps that unpack have the registers that consumers leave.
-CODED_AHEAD = {
-    64: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
-    128: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
-    256: {"CONSUMERS": 1, "REGISTERS": 208, "K_STAGES": 2, "V_STAGES": 2},
-}
 CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_codes` names them
-# For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
-# heads of 256 take all of it, and have eight warps.
-AHEAD = {
-    64: {"K_STAGES": 4, "V_STAGES": 3},
-    128: {"K_STAGES": 4, "V_STAGES": 3},
-    256: {"K_STAGES": 3, "V_STAGES": 3},
-}
 
 
 def count_splits(capacity: int, window: int, rows: int) -> int:
@@ -195,13 +178,15 @@ class CudaAttention:
         caches = (k_cache, v_cache)
         group = heads // kv
         if format_of(k_cache).is_coded:
-            kernel, options = hopper_codes.attend_coded_chain, CODED_AHEAD[head]
+            kernel = hopper_codes.attend_coded_chain
+            options = CODED_AHEAD[head]
             rows: tuple[Any, ...] = tuple(as_bytes(cache).view(torch.int32) for cache in caches)
             described = {"KINDS": tuple(CODE_KINDS[cache.dtype] for cache in caches), "APART": k_cache.stride(2) // 4}
             tile = (KV_TILE, head)
             described |= {"TILE": tile, "NUMBERS": shared_layout(tile, q.dtype), "WORDS": word_layout()}
         else:
-            kernel, options = hopper_chain.attend_chain_ahead, CHAIN_AHEAD[head]
+            kernel = hopper_chain.attend_chain_ahead
+            options = CHAIN_AHEAD[head]
             rows = tuple(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches)
             described = {}
         consumers = options["CONSUMERS"]

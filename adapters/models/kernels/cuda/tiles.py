@@ -21,6 +21,26 @@ _ALIGNED = 16  # a number that the compiler knows to be a multiple of this many
 FEW_PAIRS = 8  # of a row and an expert, in a tile that has as many or fewer
 _NARROW_PAIRS = 64  # all pairs of a product whose tiles do not fill the device unless they are narrow
 WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
+# For each size of heads: the consumers of a program that attends with many rows, their registers, and the tiles that are
+# loaded ahead. A processor runs one program.
+CHAIN_AHEAD = {
+    64: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
+    128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
+}
+# The same where rows are codes. Warps that unpack have the registers that consumers leave.
+CODED_AHEAD = {
+    64: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
+    128: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 208, "K_STAGES": 2, "V_STAGES": 2},
+}
+# For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
+# heads of 256 take all of it, and have eight warps.
+AHEAD = {
+    64: {"K_STAGES": 4, "V_STAGES": 3},
+    128: {"K_STAGES": 4, "V_STAGES": 3},
+    256: {"K_STAGES": 3, "V_STAGES": 3},
+}
 
 
 def choose_tiles(q: Tensor) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Kernels in Triton that write rows of any format, one head in each program, and that rotate heads.
 
 They serve rows in fewer than 8 bits, and rows whose keys and values have different formats (`row_format.py`): there
-`rotate_store` leaves all heads beside the cache, and `keep_heads` puts them there. Codes are those that torch makes.
+`rotate_store` leaves all heads in other memory, and `keep_heads` puts them there. Codes are those that torch makes.
 """
 
 from __future__ import annotations
