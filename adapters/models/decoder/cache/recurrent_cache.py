@@ -157,8 +157,8 @@ class RecurrentCache:
         """Put the state of a segment that settles back if the step fails.
 
         Of several such segments no state is put back, and their slots have to begin anew: a caller that lets several
-        prompts share a forward gives all of them up if it fails. So a step copies the state of one slot at most, and a GPU's
-        reserve has room for that (`SPARE` in `engine/loading/memory_estimate.py`).
+        prompts share a forward gives all of them up if it fails. So a step copies the state of one slot at most, and
+        a GPU's reserve has room for that (`SPARE` in `engine/loading/memory_estimate.py`).
         """
         segments = [*filter(step.settles, step.segments)]
         bases = [self._base(one.slot, one.start) for one in segments]

@@ -21,8 +21,8 @@ _ALIGNED = 16  # a number that the compiler knows to be a multiple of this many
 FEW_PAIRS = 8  # of a row and an expert, in a tile that has as many or fewer
 _NARROW_PAIRS = 64  # all pairs of a product whose tiles do not fill the device unless they are narrow
 WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
-# For each size of heads: the consumers of a program that attends with many rows, their registers, and the tiles that are
-# loaded ahead. A processor runs one program.
+# For each size of heads: the consumers of a program that attends with many rows, their registers, and the tiles that
+# are loaded ahead. A processor runs one program.
 CHAIN_AHEAD = {
     64: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
     128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
