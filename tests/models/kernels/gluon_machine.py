@@ -126,8 +126,8 @@ class SharedMemory:
     def permute(self, order: tuple[int, ...]) -> SharedMemory:
         return SharedMemory(self.data.permute(order))
 
-    def _reinterpret(self, *_: Any) -> SharedMemory:
-        return self
+    def _reinterpret(self, _dtype: Any, shape: Any, _layout: Any) -> SharedMemory:
+        return SharedMemory(self.data.view(*shape))
 
     def load(self, _layout: Any) -> Any:
         return block(self.data.clone())

@@ -165,15 +165,20 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
+            elif len(x) == 1 and (tile := self._choose_row_tile(part, x.dtype)) is not None:
+                packed_ahead.multiply_row(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             elif self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
                 packed_ahead.multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
-                tile = choose_packed_tile(len(x), part, self.processors, self.shared)
-                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
+                narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
+                multiply_narrow(x, part, columns, narrow, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share
         return out
+
+    def _choose_row_tile(self, weight: CudaPackedMatrix, dtype: torch.dtype) -> packed_ahead.AheadTile | None:
+        return packed_ahead.choose_row_tile(weight, dtype, self.processors, self.shared) if self.hopper else None
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
         if self.hopper and packed_ahead.is_unpacked_in_registers(len(x), weight, x.dtype):
