@@ -12,6 +12,7 @@ from adapters.models.kernels.triton_launch import launch
 from benchmarks import packed_kernels as pk
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
 T0 = time.time()
+FOUND = []
 what, names = sys.argv[1], sys.argv[2:]
 def say(*a): print(f"[{time.time()-T0:5.1f}]", *a, flush=True)
 ROW = packed_ahead.multiply_row
@@ -34,7 +35,7 @@ def R(outputs, columns, warps, registers, most=3):
         return found
     return choose
 PIECES = {"r128": R(16, 128, 8, 80), "r256": R(16, 256, 8, 80), "r32": R(32, 128, 16, 64, 1), "s256/80": S(16, 256, 8, 80), "s256/128": S(16, 256, 8, 128), "s512/128": S(16, 512, 8, 128)}
-CHAIN = {"c64x256": R(64, 256, 4, 128), "c64x512": R(64, 512, 4, 128), "c64x128": R(64, 128, 4, 128), "c128x256": R(128, 256, 8, 80, 2), "c32x512": R(32, 512, 2, 128, 6), "c64x256m4": R(64, 256, 4, 96, 4)}
+CHAIN = {"c64x256": R(64, 256, 4, 128), "c64x512": R(64, 512, 4, 128), "c64x128": R(64, 128, 4, 128), "c128x256": R(128, 256, 8, 80, 2), "c32x512": R(32, 512, 2, 128, 6)}
 AHEADS = {"a64x512": AheadTile(64, 512, 2, 4, 128), "a128x256": AheadTile(128, 256, 3, 8, 80), "a64x256x4": AheadTile(64, 256, 4, 4, 128)}
 NONE = lambda w: None
 PLAN = {}
@@ -118,7 +119,7 @@ def model(layers=36, warm=False):
             for _ in range(2):
                 got = shard.forward(Step((Segment(0, 1500, 1),), 1), torch.arange(100, 101, device=DEVICE)).hidden[:1].clone().view(torch.int16)
             first.append(got)
-            took = min(decode(shard, 2048, 6 if warm else 30, fetch=False, bucket=1) for _ in range(1 if warm else 4))
+            took = min(decode(shard, 2048, 6 if warm else 24, fetch=False, bucket=1) for _ in range(1 if warm else 4))
             say("decode", name, f"{took*1e3:.3f} ms, {size/speed/took:.3f}, bits {torch.equal(got, first[0])}: {label} {dict(k)}")
             return took
         def shown(label):
@@ -138,25 +139,33 @@ def model(layers=36, warm=False):
             for label, more in (("132 programs", dict(processors=66)), ("2/2", dict(stages=(2, 2))), ("3/2", dict(stages=(3, 2)))): measure("attention " + label, **more)
             measure("main"); shown("main")
         elif warm:
-            for p in PIECES: measure(p, qkv=p, o=p, down=p)
-            for p in CHAIN: measure(p, gate=p, head=p)
+            for p in PIECES if name in ("q4_k", "fp8") else ("r128", "r256", "s256/80"): measure(p, qkv=p, o=p, down=p)
+            for p in CHAIN if name in ("q4_k", "fp8") else ("c64x256", "c64x512", "c64x128"): measure(p, gate=p, head=p)
             for st in ((4, 4), (3, 2), (2, 2)): measure("attention", stages=st)
+            buckets_are_exact(shard, (1, 4, 16, 64, 256))
         else:
             shown("main")
-            best, best_took = {}, measure("main")
+            best, best_took, took_of = {}, measure("main"), {}
             def tried(**k):
                 nonlocal best, best_took
                 took = measure("", **best | k)
                 if took < best_took: best, best_took = best | k, took
-            for p in PIECES: tried(qkv=p, o=p, down=p)
-            for p in CHAIN: tried(gate=p)
-            for shape in ("qkv", "o", "down"):
-                for p in PIECES:
-                    if best.get(shape) != p: tried(**{shape: p})
-            for p in AHEADS: tried(gate=None, gate_ahead=p)
-            for p in ("c64x256", "c64x512") if name in ("q8_0", "q4_k") else (): tried(head=p)
+                return took
+            if name in ("q4_k", "fp8"):
+                for p in PIECES: took_of[p] = measure("", qkv=p, o=p, down=p)
+                order = sorted(took_of, key=took_of.get)
+                tried(qkv=order[0], o=order[0], down=order[0])
+                for shape in ("qkv", "o", "down"):
+                    for p in order[1:4]: tried(**{shape: p})
+                chain = {p: tried(gate=p) for p in CHAIN}
+                tried(gate=None, gate_ahead="a64x256x4")
+                for p in sorted(chain, key=chain.get)[:2] if name == "q4_k" else (): tried(head=p)
+                FOUND[:] = [best, best | {"gate": sorted(chain, key=chain.get)[0]}, best | {"gate": sorted(chain, key=chain.get)[1]}, dict(qkv=order[1], o=order[1], down=order[1], gate=best.get("gate"))]
+            else:
+                for k in FOUND: tried(**k)
+                if name == "q8_0": tried(head="c64x256")
             say("BEST", name, best, f"{best_took*1e3:.3f} ms {size/speed/best_took:.3f}")
-            for label, more in (("132 programs", dict(processors=66)), ("4/4 132 programs", dict(processors=66, stages=(4, 4))), ("2/2", dict(stages=(2, 2))), ("3/2", dict(stages=(3, 2))), ("2/2 132", dict(processors=66, stages=(2, 2)))): measure("attention " + label, **more, **best)
+            for label, more in (("132 programs", dict(processors=66)), ("4/4 132 programs", dict(processors=66, stages=(4, 4))), ("2/2", dict(stages=(2, 2))), ("2/2 132", dict(processors=66, stages=(2, 2)))) if name in ("q4_k", "fp8") else (): measure("attention " + label, **more, **best)
             measure("best", **best); shown("best")
             kernels.graphs._graphs.clear(); say("exact", name, buckets_are_exact(shard, (1, 4, 16, 64, 256)))
         kernels._attention.processors = 132; attention.AHEAD[128] = dict(ATTEND)

@@ -114,11 +114,11 @@ def packed_row(
         mbarrier.wait(come.index(slot), turn)
         lines = w_ring.index(slot).load(WORDS)
         levels = l_ring.index(slot).load(LEVELS)
-        columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
-        right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
         if step + STAGES < STEPS:
             program_barrier()  # all warps have this step in registers: its memory is free
             request_weights(descriptors, rings, come, slot, n0 // 8, step + STAGES, True)
+        columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
+        right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
         w = gl.convert_layout(take_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
