@@ -93,6 +93,11 @@ def narrow():
                 tile = made(ws[0])
                 if tile: found[f"{label}x{tile.stages}"] = 1e6 * pk.seconds_each([partial(packed_ahead.multiply_row, x, w, out, tile, gated=int(gated), pdl=kernels.pdl) for w in ws], 3)
             say("alone", name, shape, " ".join(f"{k} {v:.2f}" for k, v in found.items()))
+FORM_OF, MOVED = packed.CudaPackedMatrix.block_form.fget, []
+def form_with(w):
+    form = FORM_OF(w)
+    return evolve(form, converts=2) if MOVED and form.steps == "e4m3" else form
+packed.CudaPackedMatrix.block_form = property(form_with)
 ATTEND = dict(attention.AHEAD[128])
 def model(layers=36, warm=False):
     from adapters.models.decoder.dense_shard import DenseShard
@@ -142,6 +147,10 @@ def model(layers=36, warm=False):
             for p in PIECES if name in ("q4_k", "fp8") else ("r128", "r256", "s256/80"): measure(p, qkv=p, o=p, down=p)
             for p in CHAIN if name in ("q4_k", "fp8") else ("c64x256", "c64x512", "c64x128"): measure(p, gate=p, head=p)
             for st in ((4, 4), (3, 2), (2, 2)): measure("attention", stages=st)
+            if name == "fp8":
+                MOVED.append(1)
+                for p in ("r128", "r256"): measure("bits moved, numbers are wrong", qkv=p, o=p, down=p, gate="c64x256")
+                MOVED.clear()
             buckets_are_exact(shard, (1, 4, 16, 64, 256))
         else:
             shown("main")
@@ -167,6 +176,12 @@ def model(layers=36, warm=False):
             say("BEST", name, best, f"{best_took*1e3:.3f} ms {size/speed/best_took:.3f}")
             for label, more in (("132 programs", dict(processors=66)), ("4/4 132 programs", dict(processors=66, stages=(4, 4))), ("2/2", dict(stages=(2, 2))), ("2/2 132", dict(processors=66, stages=(2, 2)))) if name in ("q4_k", "fp8") else (): measure("attention " + label, **more, **best)
             measure("best", **best); shown("best")
+            if name == "fp8":
+                MOVED.append(1)
+                for p in ("r128", "r256"): measure("bits moved, numbers are wrong", qkv=p, o=p, down=p, gate="c64x256")
+                MOVED.clear()
+                for p in ("r128", "r256"): measure("the same as it is", qkv=p, o=p, down=p, gate="c64x256")
+                plan(**best)
             kernels.graphs._graphs.clear(); say("exact", name, buckets_are_exact(shard, (1, 4, 16, 64, 256)))
         kernels._attention.processors = 132; attention.AHEAD[128] = dict(ATTEND)
         shard.close(); del shard, weights, kernels; gc.collect(); torch.cuda.empty_cache()

@@ -240,6 +240,44 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
+def _turn(word, COUNT: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        "shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,n", [word, COUNT], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _merge_bits(word, MASK: gl.constexpr, other):
+    """Return word & MASK | other."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,n,r", [word, MASK, other], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _eight_e4m3(words, scale):
+    """Return numbers of pairs of words in bfloat16, as `_four` does."""
+    P: gl.constexpr = words.shape[0]
+    R: gl.constexpr = words.shape[1]
+    B: gl.constexpr = words.shape[2]
+    pairs = words.reshape((P, R, B, 4, 2, 2))
+    first, second = gl.split(pairs)
+    factor, _ = gl.split(scale.reshape((P, R, B, 4, 2, 2)))
+    one = _merge_bits(_turn(first, 4), -0x787F7880, _turn(second, 28) & 0x00700070)
+    two = _merge_bits(_turn(second, 4), -0x787F7880, _turn(first, 28) & 0x00700070)
+    mask: gl.constexpr = -0x7C0F7C10
+    none: gl.constexpr = -0x7FFF8000
+    low = gl.join(
+        _split_pair(multiply_add_pairs(first & mask, factor, none)), _split_pair(multiply_add_pairs(one, factor, none))
+    )
+    high = gl.join(
+        _split_pair(multiply_add_pairs(second & mask, factor, none)), _split_pair(multiply_add_pairs(two, factor, none))
+    )
+    both = gl.join(low, high)  # ..., word pair, one of a pair, half, second word
+    return both.permute((0, 1, 2, 3, 4, 7, 5, 6)).reshape((P, R, B, 4, 4, 2, 2))
+
+
+@gluon.jit
 def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Return the numbers of words `[..., lanes, words]`, one of a pair, half of 16 columns, and half of 32.
 
@@ -252,6 +290,9 @@ def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, S
     if FORM.steps == "e2m1":
         scale = scale_of_e2m1(first[0], c, FORM)
         found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
+    elif FORM.steps == "e4m3" and FORM.converts == 2:
+        scale = scales_of(first, c, power, FORM)[0]
+        found = _eight_e4m3(words, _round_twice(scale + (words & 0).to(gl.float32)))
     elif FORM.is_paired and dtype == gl.bfloat16:
         found = _four_paired(words, _pair_scales(first, c, power, FORM), SCALED)
         found = gl.join(found, _four_paired(words >> 8, _pair_scales(second, c, power, FORM), SCALED))
