@@ -126,9 +126,9 @@ class SharedMemory:
     def permute(self, order: tuple[int, ...]) -> SharedMemory:
         return SharedMemory(self.data.permute(order))
 
-    def _reinterpret(self, dtype: Any, *_: Any) -> SharedMemory:
-        """The same memory, as numbers of another type."""
-        return SharedMemory(self.data.view(find_dtype(dtype)))
+    def _reinterpret(self, dtype: Any, shape: Any, _layout: Any) -> SharedMemory:
+        """The same memory, as numbers of another type and in another shape."""
+        return SharedMemory(self.data.view(find_dtype(dtype)).view(*shape))
 
     def load(self, _layout: Any) -> Any:
         return block(self.data.clone())

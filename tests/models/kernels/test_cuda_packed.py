@@ -125,9 +125,15 @@ def test_sums_that_cancel_have_the_same_bits_with_every_tile(kernels, monkeypatc
             out = torch.full_like(expected[:count], float("nan"))
             triton_packed.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
             assert same_bits(out, expected[:count])
-    if not kernels.traits.capability.has_hopper_kernels or not triton_ahead.comes_ahead(1, part, torch.bfloat16):
+    if not kernels.traits.capability.has_hopper_kernels:
         return
-    for count in (1, 4, 7, 8):
+    tile = triton_ahead.choose_row_tile(x[:1], part, kernels.traits.processors, kernels.traits.shared)
+    for stages, row in itertools.product({2, tile.stages} if tile else (), (0, 7, 63)):
+        out = torch.full_like(expected[:1], float("nan"))
+        single = evolve(tile, stages=stages)
+        triton_ahead.multiply_row(x[row : row + 1], part, out, single, gated=False, pdl=kernels.pdl)
+        assert same_bits(out, expected[row : row + 1])
+    for count in (1, 4, 7, 8) if triton_ahead.comes_ahead(1, part, torch.bfloat16) else ():
         out = torch.full_like(expected[:count], float("nan"))
         triton_ahead.multiply_ahead(x[:count], part, out, gated=False, pdl=kernels.pdl)
         assert same_bits(out, expected[:count])

@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
 LAUNCHERS = {
     triton_packed: ("packed",),
-    triton_ahead: ("hopper.hopper_packed", "hopper.hopper_packed_wide"),
+    triton_ahead: ("hopper.hopper_packed", "hopper.hopper_packed_row", "hopper.hopper_packed_wide"),
     triton_groups: ("packed_groups", "hopper.hopper_groups"),
 }
 
@@ -128,6 +128,22 @@ def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, la
         out = torch.full((5, 72), float("nan"), dtype=BF16)
         triton_ahead.multiply_ahead(x, packed, out, gated=False, pdl=True)
         assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
+
+
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
+@pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_one_row_is_multiplied_with_its_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
+    """Memory holds all steps, or fewer of them, so that it is used several times."""
+    monkeypatch.setattr(triton_packed, "FEW", few)
+    packed, numbers = pack(layout, 24, 4096)
+    x = make_x(1, packed.columns)
+    expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+    for stages in (2, 64):
+        tile = triton_ahead.AheadTile(16, 128, stages, 8, 80)
+        out = torch.full((1, 24), float("nan"), dtype=BF16)
+        triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True)
+        assert torch.equal(out, expected), stages
 
 
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)

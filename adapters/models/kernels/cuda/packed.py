@@ -165,11 +165,13 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
+            elif self.hopper and (tile := packed_ahead.choose_row_tile(x, part, self.processors, self.shared)):
+                packed_ahead.multiply_row(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             elif self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
                 packed_ahead.multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
-                tile = choose_packed_tile(len(x), part, self.processors, self.shared)
-                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
+                narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
+                multiply_narrow(x, part, columns, narrow, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_wide
+from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_row, hopper_packed_wide
 from adapters.models.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ _WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many ro
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
+_ROW_STEPS = {"e4m3", "int8"}
+_ROW_PIECES = (16, 128, 8, 80)  # of a tile: see `AheadTile`
+_ROW_CHAIN = (64, 128, 4, 128)
+_MOST_PROGRAMS = 3  # of one row, that a processor has at a time
+_RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
+_BARRIERS = 512  # bytes, at most
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
@@ -58,24 +64,58 @@ def choose_ahead_tile(weight: CudaPackedMatrix) -> AheadTile:
 
 def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
     tile = choose_ahead_tile(weight)
-    pieces = weight.pieces
-    planes = weight.levels.shape[2]
-    height = tile.outputs // 8
-    lines = 4 * tile.columns // weight.block_form.block
-    words = weight.words.view(len(weight.words), pieces, -1, 32)
-    levels = weight.levels.view(len(weight.levels), pieces, -1, planes, 8)
-    descriptors: tuple[Any, ...] = (
-        TensorDescriptor.from_tensor(words, [height, pieces, lines, 32], _WORDS),
-        TensorDescriptor.from_tensor(
-            levels, [height, pieces, tile.columns // 128, round_up_to_power(planes), 8], _LEVELS
-        ),
-        _describe_rows(x, pieces, tile.columns),
-    )
-    sizes = (len(x), weight.outputs, count_parts(words.shape[2], lines), out.stride(0))
+    descriptors = (*_describe_weight(weight, tile), _describe_rows(x, weight.pieces, tile.columns))
+    steps = count_parts(weight.blocks // weight.pieces, tile.columns // weight.block_form.block)
+    sizes = (len(x), weight.outputs, steps, out.stride(0))
     constants = {"W_STAGES": tile.stages, "X_STAGES": tile.stages, "FORM": weight.block_form, "GATED": gated}
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     grid = (count_parts(weight.outputs, tile.outputs), count_parts(len(x), AHEAD_ROWS))
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
+
+
+def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
+    """Choose the tile of a product of one row. None: other products are for it. shared: see `CudaPacking`.
+
+    Only formats that were measured are (decision 057). With four bits a number this product gains too little.
+    """
+    layout = weight.layout
+    is_measured = layout.steps in _ROW_STEPS and layout.per == 1 and not layout.least
+    rows, columns, warps, registers = _ROW_CHAIN if weight.pieces == 1 else _ROW_PIECES
+    is_whole = weight.columns == weight.pieces * weight.piece and weight.piece % columns == 0
+    if len(x) != 1 or x.dtype != torch.bfloat16 or not is_measured or not is_whole:
+        return None
+    return fill_memory(AheadTile(rows, columns, 0, warps, registers), weight, processors, shared)
+
+
+def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
+    """Return the tile with as many stages as fit into memory together with a row of x. None: fewer than two fit.
+
+    A processor has as many programs at a time as it takes to have all of them at once.
+    """
+    programs = min(_MOST_PROGRAMS, count_parts(count_parts(weight.outputs, tile.outputs), processors))
+    columns = weight.pieces * tile.columns
+    lines = 4 * columns // weight.block_form.block + columns // 128 * round_up_to_power(weight.levels.shape[2]) // 4
+    stage = tile.outputs // 8 * lines * 128
+    stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - 2 * weight.columns) // stage
+    steps = weight.piece // tile.columns
+    return evolve(tile, stages=min(steps, stages)) if stages > 1 else None
+
+
+def multiply_row(
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
+) -> None:
+    """Multiply one row. The columns of a piece are whole steps of the tile."""
+    constants = {
+        "STEPS": weight.piece // tile.columns,
+        "COLUMNS": tile.columns,
+        "STAGES": tile.stages,
+        "FORM": weight.block_form,
+        "GATED": gated,
+    }
+    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
+    grid = (count_parts(weight.outputs, tile.outputs),)
+    given = (*_describe_weight(weight, tile), x, out, weight.outputs)
+    launch(hopper_packed_row.packed_row, grid, *given, **constants, **options)
 
 
 def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
@@ -115,6 +155,21 @@ def multiply_wide_ahead(
     descriptor = describe_blocks(x, rows, form.block)
     options = launch_options(4, pdl)
     launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
+
+
+def _describe_weight(weight: CudaPackedMatrix, tile: AheadTile) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return descriptors by which bulk copies bring words and levels of some columns of every piece."""
+    pieces = weight.pieces
+    planes = weight.levels.shape[2]
+    height = tile.outputs // 8
+    lines = 4 * tile.columns // weight.block_form.block
+    words = weight.words.view(len(weight.words), pieces, -1, 32)
+    levels = weight.levels.view(len(weight.levels), pieces, -1, planes, 8)
+    records = [height, pieces, tile.columns // 128, round_up_to_power(planes), 8]
+    return (
+        TensorDescriptor.from_tensor(words, [height, pieces, lines, 32], _WORDS),
+        TensorDescriptor.from_tensor(levels, records, _LEVELS),
+    )
 
 
 def _describe_rows(x: Tensor, pieces: int, columns: int) -> TensorDescriptor:

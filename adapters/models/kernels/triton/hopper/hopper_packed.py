@@ -156,7 +156,7 @@ def _levels(planes, like, SECOND: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
+def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
     """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them."""
     words = _take_words(lines)
     planes = _take_planes(levels)
@@ -173,7 +173,7 @@ def _weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _request_weights(descriptors, rings, come, slot, row, step, pred):
+def request_weights(descriptors, rings, come, slot, row, step, pred):
     """Load a step's words and levels to their slot of the rings."""
     words_desc, levels_desc = descriptors
     w_ring, l_ring = rings
@@ -239,7 +239,7 @@ def packed_ahead(
     descriptors = (words_desc, levels_desc)
     rings = (w_ring, l_ring)
     for at in gl.static_range(W_STAGES):
-        _request_weights(descriptors, rings, w_come, at, n0 // 8, at, at < steps)
+        request_weights(descriptors, rings, w_come, at, n0 // 8, at, at < steps)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -257,9 +257,9 @@ def packed_ahead(
         levels = l_ring.index(w_slot).load(LEVELS)
         right = x_ring.index(x_slot).permute((1, 2, 0)).load(RIGHT)
         program_barrier()  # all warps have this step in registers: its memory is free
-        _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
+        request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
         _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
-        w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
+        w = gl.convert_layout(take_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         w_turn = gl.where(w_slot == W_STAGES - 1, w_turn ^ 1, w_turn)
         w_slot = gl.where(w_slot == W_STAGES - 1, 0, w_slot + 1)

@@ -1,0 +1,127 @@
+"""Products of one row with packed weights on Hopper, whose words and columns of x are requested all at once.
+
+The sums are those of `packed.packed_narrow` and of `hopper_packed.packed_ahead`. What differs is when data comes. A
+product of one row takes a few microseconds, so every wait for memory counts. The row of x is requested whole, as soon
+as the kernels before have ended. Before that, a program has requested as many words as shared memory holds, which
+often are all that it needs. Then no warp waits for another until the pieces are added.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.hopper.barriers import program_barrier
+from adapters.models.kernels.triton.hopper.hopper_packed import (
+    lines_of_levels,
+    lines_of_words,
+    request_weights,
+    take_weights,
+)
+from adapters.models.kernels.triton.packed import add_pieces, restore, store_narrow
+
+
+@gluon.constexpr_function
+def find_largest_power(number):
+    """Return the largest power of two that divides a number."""
+    return number & -number
+
+
+@gluon.jit
+def _fetch_row(
+    x_ptr,
+    STEPS: gl.constexpr,
+    PIECES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Copy a row to shared memory `[steps, pieces, columns]`. It is requested whole before any number is stored."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    EACH: gl.constexpr = max(2, min(8, PIECES * COLUMNS // (32 * num_warps)))
+    DOWN: gl.constexpr = min(PIECES, num_warps)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, EACH], [1, 1, 32], [1, DOWN, num_warps // DOWN], [2, 1, 0])
+    AT_ONCE: gl.constexpr = find_largest_power(STEPS)
+    step = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    piece = gl.arange(0, PIECES, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+    k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    at = x_ptr + step * COLUMNS + piece * (STEPS * COLUMNS) + k
+    found = ()
+    for first in gl.static_range(0, STEPS, AT_ONCE):
+        found = found + (gl.load(at + first * COLUMNS),)  # noqa: RUF005 - Triton knows no other way
+    row = gl.allocate_shared_memory(
+        dtype, [STEPS // AT_ONCE, AT_ONCE, PIECES, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+    for part in gl.static_range(STEPS // AT_ONCE):
+        row.index(part).store(found[part])
+    # What `index` returns keeps its layout.
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return row._reinterpret(dtype, [STEPS, PIECES, COLUMNS], PLAIN)  # noqa: SLF001
+
+
+@gluon.jit
+def packed_row(
+    words_desc,
+    levels_desc,
+    x_ptr,
+    out_ptr,
+    columns,
+    STEPS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute out[columns] = x @ w.T for one row. STEPS: of a piece. COLUMNS: of every piece in a step. STAGES: steps
+    whose words memory holds.
+
+    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    BLOCK_M: gl.constexpr = 8
+    PIECES: gl.constexpr = words_desc.block_type.shape[1]
+    BLOCKS: gl.constexpr = words_desc.block_type.shape[2] // 4
+    BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    WORDS: gl.constexpr = lines_of_words(PIECES, num_warps, BLOCK_N, BLOCKS)
+    RECORDS: gl.constexpr = levels_desc.block_type.shape[2]
+    LEVELS: gl.constexpr = lines_of_levels(PIECES, num_warps, BLOCK_N, RECORDS, levels_desc.block_type.shape[3])
+    n0 = gl.program_id(0) * BLOCK_N
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
+    l_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(come.index(at), count=1)
+    program_barrier()
+    descriptors = (words_desc, levels_desc)
+    rings = (w_ring, l_ring)
+    for at in gl.static_range(STAGES):
+        request_weights(descriptors, rings, come, at, n0 // 8, at, True)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = _fetch_row(x_ptr, STEPS, PIECES, COLUMNS, num_warps)
+    acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+    slot = 0
+    turn = 0
+    for step in range(STEPS):
+        mbarrier.wait(come.index(slot), turn)
+        lines = w_ring.index(slot).load(WORDS)
+        levels = l_ring.index(slot).load(LEVELS)
+        if step + STAGES < STEPS:
+            program_barrier()  # all warps have this step in registers: its memory is free
+            request_weights(descriptors, rings, come, slot, n0 // 8, step + STAGES, True)
+        columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
+        right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
+        w = gl.convert_layout(take_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
+        acc = mma_v2(w, right, acc)
+        turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    total = restore(add_pieces(acc, num_warps), dtype, FORM)
+    store_narrow(total, out_ptr, n0, 0, 1, columns, 0, dtype, GATED)
