@@ -506,10 +506,19 @@ def test_chains_of_keys_that_come_ahead_are_attended_as_those_that_do_not(geomet
         assert same_bits(*found)
 
 
-@pytest.mark.parametrize("rule", [PLAIN, AttentionRule(300)], ids=["all keys", "window"])
-@pytest.mark.parametrize("geometry", [(16, 2, 64), (32, 8, 128), (7, 1, 128), (24, 4, 256)], ids=str)
-@pytest.mark.parametrize("rows", ["int8", "fp8", "int4", "k=int8,v=int4", "k=fp8,v=int8"])
-@pytest.mark.parametrize("pages", [False, True], ids=["one piece", "pages"])
+CODED_GEOMETRIES = [(16, 2, 64), (32, 8, 128), (7, 1, 128), (24, 4, 256)]
+CODED = [  # heads, key heads and numbers of a head; the format of rows; whether they are in pages; the rule
+    *(
+        (geometry, rows, True, PLAIN)
+        for geometry in CODED_GEOMETRIES
+        for rows in ("int8", "fp8", "int4", "k=int8,v=int4", "k=fp8,v=int8")
+    ),
+    *((geometry, rows, True, AttentionRule(300)) for geometry in CODED_GEOMETRIES for rows in ("int8", "int4")),
+    *((geometry, "int8", False, PLAIN) for geometry in CODED_GEOMETRIES),
+]
+
+
+@pytest.mark.parametrize(("geometry", "rows", "pages", "rule"), CODED, ids=str)
 def test_codes_that_are_unpacked_ahead_are_attended_as_those_that_are_not(geometry, rows, pages, rule):
     """Wide steps of several slots, and few of their rows once more, whose splits other programs compute."""
     if torch.cuda.get_device_capability()[0] != 9:
