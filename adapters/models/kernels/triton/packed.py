@@ -282,6 +282,14 @@ def store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype: gl.conste
     gl.store(out_ptr + to.to(gl.int64) * stride + n, out, mask=(to < rows) & (n < columns))
 
 
+@gluon.constexpr_function
+def lanes_of_sums(pairs, width, warps):
+    """Return how threads share what `add_pieces` adds up, `[2, pairs, width]`."""
+    across = min(32, width)
+    down = min(warps, max(1, pairs * across // 32))
+    return gl.BlockedLayout([2, 1, 1], [1, 32 // across, across], [1, down, warps // down], [0, 2, 1])
+
+
 @gluon.jit
 def add_pieces(acc, num_warps: gl.constexpr):
     """Add up the sums `[pieces, rows of w, rows of x]` of the warps, in order.
@@ -292,11 +300,7 @@ def add_pieces(acc, num_warps: gl.constexpr):
     COUNT: gl.constexpr = acc.shape[0]
     PAIRS: gl.constexpr = acc.shape[1] // 2
     WIDTH: gl.constexpr = acc.shape[2]
-    ACROSS: gl.constexpr = min(32, WIDTH)
-    DOWN: gl.constexpr = min(num_warps, max(1, PAIRS * ACROSS // 32))
-    LANES: gl.constexpr = gl.BlockedLayout(
-        [2, 1, 1], [1, 32 // ACROSS, ACROSS], [1, DOWN, num_warps // DOWN], [0, 2, 1]
-    )
+    LANES: gl.constexpr = lanes_of_sums(PAIRS, WIDTH, num_warps)
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     halves = acc.reshape((COUNT, PAIRS, 2, WIDTH)).permute((0, 2, 1, 3))

@@ -1,0 +1,222 @@
+"""Products of one row's experts on Hopper (compute capability 9.0), with weights that stay packed.
+
+The sums are those of `packed_groups.multiply_few`: the same pieces of columns, each one chain over ascending k in steps
+of 16, added in order. What differs is how much is on its way. One row chose a handful of experts, so a program has few
+units of work, and waiting for the first words takes as long as reading the rest. Here asynchronous copies request
+several units at once, in rings of shared memory. The row of x stays in registers.
+
+A gate product is followed by the activation, which is computed here, too. Rows of the weight lie in eights. A unit takes
+eight gates and the eight numbers that these let through, so that both of a pair are in one thread.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.hopper.barriers import program_barrier
+from adapters.models.kernels.triton.packed import add_pieces, apply_gate, lanes_of, lanes_of_sums, load_x, split_pairs
+from adapters.models.kernels.triton.packed_numbers import weights_of
+
+ROWS = gl.constexpr(16)  # of the weight, in a unit
+WIDTH = gl.constexpr(8)  # columns of a product of the tensor cores; all are the row of x
+
+
+@gluon.constexpr_function
+def _round_up_to_power(number):
+    return 1 << (number - 1).bit_length()
+
+
+@gluon.jit
+def _find_expert(chosen_ptr, tile, EXPERTS: gl.constexpr):
+    """Return the expert of a pair. A padded row chose none, and reads the last one."""
+    return gl.minimum(gl.load(chosen_ptr + tile), EXPERTS - 1).to(gl.int64)
+
+
+@gluon.jit
+def _request_unit(
+    sources,
+    rings,
+    chosen_ptr,
+    at,
+    unit,
+    end,
+    across,
+    SIDES: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+):
+    """Request the words and scales of a unit, if it is before `end`, as one group of copies.
+
+    sources: pointers to the words and scales of all experts, how far experts are apart, and where those of a thread are
+    in the first unit of an expert: words of each block of a piece, and scales of all of them. rings: of words, one for
+    each block of a piece, and of scales. at: their slot. across: units of an expert. SIDES: eights of rows from one
+    unit to the next.
+    """
+    words_ptr, levels_ptr, words_apart, levels_apart, places, scales, inside = sources
+    words_rings, levels_ring = rings
+    if unit < end:
+        tile = unit // across
+        expert = _find_expert(chosen_ptr, tile, EXPERTS)
+        side = (unit - tile * across) * SIDES
+        words = words_ptr + (expert * words_apart + side * (BLOCKS * 128))
+        levels = levels_ptr + (expert * levels_apart + side * (BLOCKS * 8))
+        for step in gl.static_range(EACH):
+            async_copy.async_copy_global_to_shared(words_rings[step].index(at), words + places[step])
+        async_copy.async_copy_global_to_shared(levels_ring.index(at), levels + scales, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_rows(x_ptr, row, depth, EACH: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, RIGHT: gl.constexpr):
+    """Return the blocks of every piece of a row of x, each as the right side of a product. RIGHT: its layout."""
+    HALVES: gl.constexpr = gl.DotOperandLayout(1, RIGHT.parent, 1)
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    k = gl.arange(0, BLOCK // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
+    before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None]
+    before = before * (EACH * (BLOCK // 2))
+    m = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :]
+    at = (m * 0 + row * (depth // 2) + before, before, k)
+    found = ()
+    for step in gl.static_range(EACH):
+        pairs = load_x(x_ptr, at, step, EACH, depth, False, BLOCK)
+        found = found + (split_pairs(pairs, dtype, RIGHT),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _split_gates(total):
+    """Return the sums of gates, and of what they let through."""
+    return gl.split(total.reshape((ROWS // 2, 2, WIDTH)).permute((0, 2, 1)))
+
+
+@gluon.jit
+def multiply_row(
+    words_ptr,
+    levels_ptr,
+    x_ptr,
+    bias_ptr,
+    chosen_ptr,
+    out_ptr,
+    words_apart,
+    levels_apart,
+    columns,
+    depth,
+    TILES: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
+    GATE: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute out[tile] = x[tile] @ w[chosen[tile]].T for the TILES experts that a row chose.
+
+    GATE: all experts have the same row of x, and `columns` are those of the gate, and as many behind them that it lets
+    through; out has what comes of it (`linear.apply_gate`). bias: `[EXPERTS, columns]`, is added to these sums first.
+    0: there is neither. BLOCKS: of a row of w. EACH: of a piece. STAGES: units whose words are in shared memory or on
+    their way there. Every program takes an equal share of all units, in order.
+
+    EARLY: experts were chosen before the kernel before this one started. Only then are weights requested while that
+    kernel still runs.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LANES: gl.constexpr = lanes_of(PIECES, num_warps, ROWS)
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    BLOCKS_HELD: gl.constexpr = _round_up_to_power(EACH)
+    words_rings = ()
+    for _ in gl.static_range(EACH):
+        words_rings = words_rings + (gl.allocate_shared_memory(gl.int32, [STAGES, PIECES, ROWS, 4, 4], LINES),)  # noqa: RUF005
+    LEVELS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [num_warps, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    levels_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS_HELD * PIECES, ROWS], FLAT)
+    levels = levels_ring._reinterpret(gl.int32, [STAGES * BLOCKS_HELD, PIECES, ROWS, 1, 1], LINES)  # noqa: SLF001 - see `add_pieces`
+    rings = (words_rings, levels_ring)
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LANES))))[None, :, None, None]
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LANES))))[None, None, :, None]
+    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LANES))))[None, None, None, :]
+    piece = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES))))
+    piece = piece[:, None, None, None]
+    SIDES: gl.constexpr = 1 if GATE else 2
+    across = columns // 16
+    # Of two eights that a unit takes, the second one is behind the first one, or has what the first one lets through.
+    places = ()
+    for step in gl.static_range(EACH):
+        block = gl.minimum(piece * EACH + step, BLOCKS - 1)
+        side = (i % 2) * across if GATE else i // 8
+        row = i // 2 if GATE else i % 8
+        places = places + ((side * BLOCKS + block) * 128 + row * 16 + t * 4 + c,)  # noqa: RUF005
+    own = gl.arange(0, BLOCKS_HELD * PIECES, layout=gl.SliceLayout(1, LEVELS))[:, None]
+    j = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LEVELS))[None, :]
+    block = gl.minimum(own % PIECES * EACH + own // PIECES, BLOCKS - 1)
+    side = (j % 2) * across if GATE else j // 8
+    scales = (side * BLOCKS + block) * 8 + (j // 2 if GATE else j % 8)
+    inside = own + j * 0 < EACH * PIECES
+    sources = (words_ptr, levels_ptr, words_apart, levels_apart, places, scales, inside)
+    units = TILES * across
+    begin = gl.program_id(0) * units // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
+    if PDL and not EARLY:
+        gdc_wait()
+    for stage in gl.static_range(STAGES):
+        _request_unit(sources, rings, chosen_ptr, stage, begin + stage, end, across, SIDES, EXPERTS, BLOCKS, EACH)
+    if PDL:
+        gdc_launch_dependents()
+        if EARLY:
+            gdc_wait()
+    # Biases are loaded before the sums that they are added to are there, and lie as these will.
+    like = gl.zeros([2, ROWS // 2, WIDTH], gl.float32, layout=lanes_of_sums(ROWS // 2, WIDTH, num_warps))
+    gates, _ = _split_gates(like.permute((1, 0, 2)).reshape((ROWS, WIDTH)))
+    own = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, gates.type.layout))
+    here = 0
+    for tile in range(begin // across, gl.cdiv(end, across)):
+        right = _load_rows(x_ptr, 0 if GATE else tile, depth, EACH, PIECES, FORM.block, RIGHT)
+        expert = _find_expert(chosen_ptr, tile, EXPERTS)
+        for unit in range(gl.maximum(begin, tile * across), gl.minimum(end, (tile + 1) * across)):
+            if GATE:
+                bias = bias_ptr + expert * columns + (unit - tile * across) * (ROWS // 2) + own
+                gate_bias = gl.load(bias).to(gl.float32)[:, None]
+                up_bias = gl.load(bias + columns // 2).to(gl.float32)[:, None]
+            async_copy.wait_group(STAGES - 1)
+            program_barrier()
+            held = ()
+            for step in gl.static_range(EACH):
+                level = levels.index(here * BLOCKS_HELD + step).load(LANES)
+                held = held + ((words_rings[step].index(here).load(LANES), level),)  # noqa: RUF005
+            program_barrier()  # all warps have this unit in registers: its memory is free
+            following = unit + STAGES
+            _request_unit(sources, rings, chosen_ptr, here, following, end, across, SIDES, EXPERTS, BLOCKS, EACH)
+            acc = gl.zeros([PIECES, ROWS, WIDTH], gl.float32, layout=MMA)
+            for step in gl.static_range(EACH):
+                level = (held[step][1], held[step][1])
+                kinds = (level, level, level, level)
+                w = weights_of((held[step][0], (kinds, kinds)), (i, t, c), dtype, FORM, True)
+                acc = mma_v2(gl.convert_layout(w, LEFT, assert_trivial=True), right[step], acc)
+            total = add_pieces(acc, num_warps)
+            if GATE:
+                gate, up = _split_gates(total)
+                gate = gate.to(dtype).to(gl.float32) + gate_bias
+                up = up.to(dtype).to(gl.float32) + up_bias
+                found = apply_gate(gate, up, dtype, GATE)
+            else:
+                found = total.to(dtype)
+            HEIGHT: gl.constexpr = found.shape[0]
+            n = (unit - tile * across) * HEIGHT + gl.arange(
+                0, HEIGHT, layout=gl.SliceLayout(1, found.type.layout)
+            )
+            m = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, found.type.layout))
+            gl.store(out_ptr + tile * (across * HEIGHT) + n[:, None] + m[None, :] * 0, found, mask=m[None, :] < 1)
+            here = gl.where(here == STAGES - 1, 0, here + 1)
+    if PDL:
+        gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended
+
