@@ -14,7 +14,8 @@ from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
-from adapters.models.kernels.triton import experts, rows, sums_of_experts
+from adapters.models.kernels.triton import experts, rows
+from adapters.models.kernels.triton.hopper import hopper_sums
 from adapters.models.kernels.triton_launch import launch
 
 _MOST_NORMS = 3  # of a sum in one launch
@@ -56,7 +57,7 @@ class ExpertSums:
         out = self.made.new_empty(len(self.chosen), width)
         block = min(1024, round_up_to_power(width))
         launch(
-            sums_of_experts.add_up,
+            experts.add_up,
             (len(out), count_parts(width, block)),
             *self._arguments,
             out,
@@ -74,7 +75,7 @@ class ExpertSums:
         count, width = residual.shape
         block = round_up_to_power(width)
         launch(
-            sums_of_experts.add_up_and_norm,
+            hopper_sums.add_up_and_norm,
             (count,),
             *self._arguments,
             residual,

@@ -1,4 +1,4 @@
-"""Experts in Triton: each row's choice, the tiles that follow from it, and the products of all experts.
+"""Experts in Triton: each row's choice, the tiles that follow from it, the products of all experts, and their sum.
 
 Nothing here waits for the host. Only the device knows how many rows an expert has, so grids are as large as they can
 ever have to be, and programs without work return. A row and one of its experts are a pair, `row * ACTIVE + rank`. The
@@ -266,3 +266,55 @@ def gate_pairs(
         gate += gate_bias
         up += up_bias
     tl.store(out_ptr + pair * width + n, apply_gate(gate, up, dtype, GATE), inside)
+
+
+@triton.jit
+def add_up(
+    made_ptr,
+    bias_ptr,
+    chosen_ptr,
+    weights_ptr,
+    shared_ptr,
+    positions_ptr,
+    out_ptr,
+    width,
+    ACTIVE: tl.constexpr,
+    RANKS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add up the weighted results of a row's experts, the most wanted first, the shared one last. A padded row
+    becomes zeros.
+
+    BIASED: the bias of its expert, `[experts, width]`, is added to a result first, and the sum is rounded. The choice
+    was made before the kernel before this one started, so that it may be read while that one still runs.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    real = tl.load(positions_ptr + row) >= 0
+    shares = ()
+    biases = ()
+    for r in tl.static_range(ACTIVE + (1 if SHARED else 0)):
+        shares = shares + (tl.load(weights_ptr + row * RANKS + r),)  # noqa: RUF005 - Triton knows no other way
+    if BIASED:
+        for r in tl.static_range(ACTIVE):
+            own = tl.load(chosen_ptr + row * ACTIVE + r, real, 0).to(tl.int64) * width
+            biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
+    if PDL:
+        gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    if real:
+        for r in tl.static_range(ACTIVE):
+            made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside, 0.0).to(tl.float32)
+            if BIASED:
+                made = (made + biases[r]).to(made_ptr.dtype.element_ty).to(tl.float32)
+            total = total + made * shares[r]
+        if SHARED:
+            own = tl.load(shared_ptr + row * width + d, inside, 0.0).to(tl.float32)
+            total = total + own * shares[ACTIVE]
+    tl.store(out_ptr + row * width + d, total.to(out_ptr.dtype.element_ty), inside)

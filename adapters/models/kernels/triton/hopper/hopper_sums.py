@@ -1,4 +1,4 @@
-"""Weighted sums of the results of a row's experts, alone or together with the norm behind them."""
+"""The weighted sum of the results of a row's experts, together with the norm behind it, on Hopper."""
 
 from __future__ import annotations
 
@@ -7,58 +7,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.rows import norm_row
-
-
-@triton.jit
-def add_up(
-    made_ptr,
-    bias_ptr,
-    chosen_ptr,
-    weights_ptr,
-    shared_ptr,
-    positions_ptr,
-    out_ptr,
-    width,
-    ACTIVE: tl.constexpr,
-    RANKS: tl.constexpr,
-    SHARED: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Add up the weighted results of a row's experts, the most wanted first, the shared one last. A padded row
-    becomes zeros.
-
-    BIASED: the bias of its expert, `[experts, width]`, is added to a result first, and the sum is rounded. The choice
-    was made before the kernel before this one started, so that it may be read while that one still runs.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = d < width
-    real = tl.load(positions_ptr + row) >= 0
-    shares = ()
-    biases = ()
-    for r in tl.static_range(ACTIVE + (1 if SHARED else 0)):
-        shares = shares + (tl.load(weights_ptr + row * RANKS + r),)  # noqa: RUF005 - Triton knows no other way
-    if BIASED:
-        for r in tl.static_range(ACTIVE):
-            own = tl.load(chosen_ptr + row * ACTIVE + r, real, 0).to(tl.int64) * width
-            biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
-    if PDL:
-        gdc_wait()
-    total = tl.zeros((BLOCK,), tl.float32)
-    if real:
-        for r in tl.static_range(ACTIVE):
-            made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside, 0.0).to(tl.float32)
-            if BIASED:
-                made = (made + biases[r]).to(made_ptr.dtype.element_ty).to(tl.float32)
-            total = total + made * shares[r]
-        if SHARED:
-            own = tl.load(shared_ptr + row * width + d, inside, 0.0).to(tl.float32)
-            total = total + own * shares[ACTIVE]
-    tl.store(out_ptr + row * width + d, total.to(out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -88,7 +36,7 @@ def add_up_and_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Do what `add_up` does, and `rows.add_norm` with its result. One program, one row.
+    """Do what `experts.add_up` does, and `rows.add_norm` with its result. One program, one row.
 
     Products with weights are fused with sums in a norm, but not in the sum over experts.
     """
