@@ -237,17 +237,23 @@ def run_experts(
 
 
 def run_biased_experts(kernels: TritonKernels) -> None:
-    """A layer of experts with biases and a gate that no product has."""
+    """A layer of experts with biases and a gate that no product has, and one row of such a layer in MXFP4."""
     shape = BiasedExpertsShape(8, 2, 256, is_normalized=True)
 
-    def make_expert() -> GatedWeights:
-        packed = kernels.pack(make(512, 512)), kernels.pack(make(512, 256))
-        return GatedWeights(*packed, CLAMPED, make(512), make(512))
+    def pack(rows: int, columns: int, layout: StepLayout | None) -> Any:
+        if layout is None:
+            return kernels.pack(make(rows, columns))
+        return kernels.pack(StackedWeight((random_matrix((rows, columns), layout, "w"),), torch.bfloat16, CPU))
 
-    each = kernels.stack_experts((make_expert() for _ in range(8)), 8)
-    experts = Experts(shape, kernels.pack(make(8, 512)), each, None, correction=make(8, dtype=torch.float32))
-    for bucket in (4, 1024):
-        kernels.experts(make(bucket, 512), experts, make_batch(Batch, bucket))
+    def make_expert(layout: StepLayout | None) -> GatedWeights:
+        return GatedWeights(pack(512, 512, layout), pack(512, 256, layout), CLAMPED, make(512), make(512))
+
+    for layout, buckets in ((None, (4, 1024)), (MXFP4, (1,))):
+        each = kernels.stack_experts((make_expert(layout) for _ in range(8)), 8)
+        experts = Experts(shape, kernels.pack(make(8, 512)), each, None, correction=make(8, dtype=torch.float32))
+        for bucket in buckets:
+            late = kernels.experts_late(make(bucket, 512), experts, make_batch(Batch, bucket))
+            kernels.add_norm(make(bucket, 512), late, make(512, dtype=torch.float32), 1e-5)
 
 
 def norm_and_gate(kernels: TritonKernels) -> None:

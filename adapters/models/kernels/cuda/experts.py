@@ -2,8 +2,8 @@
 
 They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. A gate
 that no product has built in, down tiles of another height, and zeros for a missing correction are one more each. A
-shared expert adds its own products. One row needs no tiles. Nothing waits for the host if all experts are on the
-device.
+shared expert adds its own products. One row needs no tiles, and of MXFP4 no gate of its own (`row_experts`). Nothing
+waits for the host if all experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -31,6 +31,7 @@ from adapters.models.kernels.cuda.packed_groups import (
     deal_pairs,
     multiply_packed_groups,
 )
+from adapters.models.kernels.cuda.row_experts import fits_one_row, multiply_experts_of_row
 from adapters.models.kernels.cuda.row_launches import ExpertSums, apply_gate
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
@@ -80,25 +81,35 @@ class CudaExperts:
         rows = len(x)
         logits = kernels.linear(x if deciding is None else deciding, experts.router)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction, experts.scales)
-        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
-        down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
         made = x.new_empty(chosen.numel(), x.shape[1])
         has_slots = isinstance(experts.each, ChosenExperts)
-        is_alone = rows == 1 and gate_tile.is_few and down_tile.is_few and not has_slots
+        if rows == 1 and self.hopper and not has_slots and fits_one_row(weights, x.dtype):
+            own = (self.processors, self.shared, self.pdl)
+            multiply_experts_of_row(x, weights, chosen, made, own)
+        else:
+            self._multiply_turns(x, experts, weights, chosen, made)
+        shared = None if experts.shared is None else run_feed_forward(kernels, x, experts.shared)
+        return ExpertSums(made, chosen, shares, weights.down_bias, shared, batch.positions, self.pdl)
+
+    def _multiply_turns(self, x: Tensor, experts: Experts, weights: GatedWeights, chosen: Tensor, made: Tensor) -> None:
+        """Write what the experts of all pairs make of their rows, in as many turns as it takes to bring their weights."""
+        count = experts.shape.count
+        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), count)
+        down_tile = self.choose_tile(weights.down, chosen.numel(), count)
+        has_slots = isinstance(experts.each, ChosenExperts)
+        is_alone = len(x) == 1 and gate_tile.is_few and down_tile.is_few and not has_slots
         for slots_by_expert in self._fetch_experts(experts, chosen):
             dealt = (
-                PairTiles.of_row(chosen, shape.count)
+                PairTiles.of_row(chosen, count)
                 if is_alone
-                else self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
+                else self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, count)
             )
             inner = self._run_gates(x, weights, dealt, gate_tile, chosen)
             if is_alone or down_tile.pairs == gate_tile.pairs:
                 dealt = evolve(dealt, is_early=True)
             else:
-                dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
+                dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, count)
             self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
-        shared = None if experts.shared is None else run_feed_forward(kernels, x, experts.shared)
-        return ExpertSums(made, chosen, shares, weights.down_bias, shared, batch.positions, self.pdl)
 
     def choose_tile(self, weight: Any, pairs: int, count: int) -> GroupTile | PackedGroupTile:
         """Choose the tile of a product with the weights of all experts, packed or not."""

@@ -5,8 +5,8 @@ of 16, added in order. What differs is how much is on its way. One row chose a h
 units of work, and waiting for the first words takes as long as reading the rest. Here asynchronous copies request
 several units at once, in rings of shared memory. The row of x stays in registers.
 
-A gate product is followed by the activation, which is computed here, too. Rows of the weight lie in eights. A unit takes
-eight gates and the eight numbers that these let through, so that both of a pair are in one thread.
+A gate product is followed by the activation, which is computed here, too. Rows of the weight lie in eights. A unit
+takes eight gates and the eight numbers that these let through, so that both of a pair are in one thread.
 """
 
 from __future__ import annotations
@@ -94,7 +94,77 @@ def _split_gates(total):
 
 
 @gluon.jit
-def multiply_row(
+def _find_rows(i, across, GATE: gl.constexpr):
+    """Return the eights that rows `i` of an expert's first unit belong to, and their places there.
+
+    Of the two eights of a unit, the second one is behind the first one, or it has what the first one lets through.
+    """
+    if GATE:
+        side = (i % 2) * across
+        row = i // 2
+    else:
+        side = i // 8
+        row = i % 8
+    return side, row
+
+
+@gluon.jit
+def _locate_words(
+    across,
+    LANES: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    """Return rows, lanes and words of a unit, and where the words of each block of a piece are. LANES: their layout."""
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LANES)))
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
+    PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
+    i = gl.arange(0, ROWS, layout=ROW)[None, :, None, None]
+    t = gl.arange(0, 4, layout=LANE)[None, None, :, None]
+    c = gl.arange(0, 4, layout=WORD)[None, None, None, :]
+    piece = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None]
+    side, row = _find_rows(i, across, GATE)
+    words = ()
+    for step in gl.static_range(EACH):
+        block = gl.minimum(piece * EACH + step, BLOCKS - 1)
+        words = words + ((side * BLOCKS + block) * 128 + row * 16 + t * 4 + c,)  # noqa: RUF005
+    return (i, t, c), words
+
+
+@gluon.jit
+def _locate_scales(
+    across,
+    LEVELS: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    EACH: gl.constexpr,
+    HELD: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    """Return where the scales of a unit are, `[HELD * pieces, rows]`, and which there are: of each piece's first block,
+    of the second one, and so on. LEVELS: their layout.
+    """
+    own = gl.arange(0, HELD * PIECES, layout=gl.SliceLayout(1, LEVELS))[:, None]
+    j = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LEVELS))[None, :]
+    side, row = _find_rows(j, across, GATE)
+    block = gl.minimum(own % PIECES * EACH + own // PIECES, BLOCKS - 1)
+    return (side * BLOCKS + block) * 8 + row, own + j * 0 < EACH * PIECES
+
+
+@gluon.jit
+def _store_column(found, out_ptr, unit):
+    """Store the first of equal columns, the results of a unit."""
+    HEIGHT: gl.constexpr = found.shape[0]
+    n = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, found.type.layout))[:, None]
+    m = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, found.type.layout))[None, :]
+    gl.store(out_ptr + unit * HEIGHT + n + m * 0, found, mask=m < 1)
+
+
+@gluon.jit
+def multiply_row(  # noqa: C901, PLR0912 - branches of constants
     words_ptr,
     levels_ptr,
     x_ptr,
@@ -142,27 +212,11 @@ def multiply_row(
     levels_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCKS_HELD * PIECES, ROWS], FLAT)
     levels = levels_ring._reinterpret(gl.int32, [STAGES * BLOCKS_HELD, PIECES, ROWS, 1, 1], LINES)  # noqa: SLF001 - see `add_pieces`
     rings = (words_rings, levels_ring)
-    i = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LANES))))[None, :, None, None]
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LANES))))[None, None, :, None]
-    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LANES))))[None, None, None, :]
-    piece = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES))))
-    piece = piece[:, None, None, None]
+    across = columns // ROWS
     SIDES: gl.constexpr = 1 if GATE else 2
-    across = columns // 16
-    # Of two eights that a unit takes, the second one is behind the first one, or has what the first one lets through.
-    places = ()
-    for step in gl.static_range(EACH):
-        block = gl.minimum(piece * EACH + step, BLOCKS - 1)
-        side = (i % 2) * across if GATE else i // 8
-        row = i // 2 if GATE else i % 8
-        places = places + ((side * BLOCKS + block) * 128 + row * 16 + t * 4 + c,)  # noqa: RUF005
-    own = gl.arange(0, BLOCKS_HELD * PIECES, layout=gl.SliceLayout(1, LEVELS))[:, None]
-    j = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LEVELS))[None, :]
-    block = gl.minimum(own % PIECES * EACH + own // PIECES, BLOCKS - 1)
-    side = (j % 2) * across if GATE else j // 8
-    scales = (side * BLOCKS + block) * 8 + (j // 2 if GATE else j % 8)
-    inside = own + j * 0 < EACH * PIECES
-    sources = (words_ptr, levels_ptr, words_apart, levels_apart, places, scales, inside)
+    coordinates, words = _locate_words(across, LANES, PIECES, BLOCKS, EACH, GATE)
+    scales, inside = _locate_scales(across, LEVELS, PIECES, BLOCKS, EACH, BLOCKS_HELD, GATE)
+    sources = (words_ptr, levels_ptr, words_apart, levels_apart, words, scales, inside)
     units = TILES * across
     begin = gl.program_id(0) * units // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
@@ -200,23 +254,16 @@ def multiply_row(
             for step in gl.static_range(EACH):
                 level = (held[step][1], held[step][1])
                 kinds = (level, level, level, level)
-                w = weights_of((held[step][0], (kinds, kinds)), (i, t, c), dtype, FORM, True)
+                w = weights_of((held[step][0], (kinds, kinds)), coordinates, dtype, FORM, True)
                 acc = mma_v2(gl.convert_layout(w, LEFT, assert_trivial=True), right[step], acc)
             total = add_pieces(acc, num_warps)
             if GATE:
                 gate, up = _split_gates(total)
                 gate = gate.to(dtype).to(gl.float32) + gate_bias
                 up = up.to(dtype).to(gl.float32) + up_bias
-                found = apply_gate(gate, up, dtype, GATE)
+                _store_column(apply_gate(gate, up, dtype, GATE), out_ptr, unit)
             else:
-                found = total.to(dtype)
-            HEIGHT: gl.constexpr = found.shape[0]
-            n = (unit - tile * across) * HEIGHT + gl.arange(
-                0, HEIGHT, layout=gl.SliceLayout(1, found.type.layout)
-            )
-            m = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, found.type.layout))
-            gl.store(out_ptr + tile * (across * HEIGHT) + n[:, None] + m[None, :] * 0, found, mask=m[None, :] < 1)
+                _store_column(total.to(dtype), out_ptr, unit)
             here = gl.where(here == STAGES - 1, 0, here + 1)
     if PDL:
         gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended
-
