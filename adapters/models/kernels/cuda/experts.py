@@ -92,7 +92,7 @@ class CudaExperts:
         return ExpertSums(made, chosen, shares, weights.down_bias, shared, batch.positions, self.pdl)
 
     def _multiply_turns(self, x: Tensor, experts: Experts, weights: GatedWeights, chosen: Tensor, made: Tensor) -> None:
-        """Write what the experts of all pairs make of their rows, in as many turns as it takes to bring their weights."""
+        """Write what the experts of all pairs make of their rows, in as many turns as their weights take to bring."""
         count = experts.shape.count
         gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), count)
         down_tile = self.choose_tile(weights.down, chosen.numel(), count)
