@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed import PIECES, CudaPackedMatrix, find_only_part
-from adapters.models.kernels.cuda.tiles import round_up_to_power
+from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.interfaces.experts_interface import GatedWeights
 from adapters.models.kernels.triton.hopper.hopper_row_experts import ROWS, multiply_row
 from adapters.models.kernels.triton_launch import launch
@@ -75,7 +75,7 @@ def _multiply(
     units = tiles * weight.outputs // ROWS.value
     launch(
         multiply_row,
-        (min(units, _RESIDENT * processors),),
+        (_RESIDENT * min(processors, count_parts(units, _RESIDENT)),),
         *weight.tensors,
         x,
         bias,
@@ -90,6 +90,7 @@ def _multiply(
         BLOCKS=weight.blocks,
         EACH=each,
         STAGES=max(1, min(_MOST_STAGES, room)),
+        RESIDENT=_RESIDENT,
         FORM=weight.block_form,
         GATE=gate,
         EARLY=not gate,

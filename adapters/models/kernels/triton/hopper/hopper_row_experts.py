@@ -181,6 +181,7 @@ def multiply_row(  # noqa: C901, PLR0912 - branches of constants
     BLOCKS: gl.constexpr,
     EACH: gl.constexpr,
     STAGES: gl.constexpr,
+    RESIDENT: gl.constexpr,
     FORM: gl.constexpr,
     GATE: gl.constexpr,
     EARLY: gl.constexpr,
@@ -192,7 +193,8 @@ def multiply_row(  # noqa: C901, PLR0912 - branches of constants
     GATE: all experts have the same row of x, and `columns` are those of the gate, and as many behind them that it lets
     through; out has what comes of it (`linear.apply_gate`). bias: `[EXPERTS, columns]`, is added to these sums first.
     0: there is neither. BLOCKS: of a row of w. EACH: of a piece. STAGES: units whose words are in shared memory or on
-    their way there. Every program takes an equal share of all units, in order.
+    their way there. Every program takes an equal share of all units, in order. RESIDENT: programs that a processor has
+    at a time, of whose multiple there are.
 
     EARLY: experts were chosen before the kernel before this one started. Only then are weights requested while that
     kernel still runs.
@@ -218,8 +220,11 @@ def multiply_row(  # noqa: C901, PLR0912 - branches of constants
     scales, inside = _locate_scales(across, LEVELS, PIECES, BLOCKS, EACH, BLOCKS_HELD, GATE)
     sources = (words_ptr, levels_ptr, words_apart, levels_apart, words, scales, inside)
     units = TILES * across
-    begin = gl.program_id(0) * units // gl.num_programs(0)
-    end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
+    # Programs that a processor has at a time take neighbouring shares: together they have the same, but for one unit.
+    turn = gl.num_programs(0) // RESIDENT
+    share = gl.program_id(0) % turn * RESIDENT + gl.program_id(0) // turn
+    begin = share * units // gl.num_programs(0)
+    end = (share + 1) * units // gl.num_programs(0)
     if PDL and not EARLY:
         gdc_wait()
     for stage in gl.static_range(STAGES):
