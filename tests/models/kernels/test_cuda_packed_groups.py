@@ -33,7 +33,6 @@ triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
-fits_one_row = pytest.importorskip("adapters.models.kernels.cuda.row_experts").fits_one_row
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -168,7 +167,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_those_of_experts_one_by_one(
 @pytest.mark.parametrize(("hidden", "inner"), [(2880, 2880), (2880, 320), (512, 256), (384, 1408)], ids=str)
 def test_one_row_in_mxfp4_has_the_bits_that_it_has_among_others(hidden, inner):
     layer = PackedLayer(MXFP4, hidden, inner, CLAMPED)
-    assert fits_one_row(layer.stacked, BF16)
+    assert triton_groups.fits_one_row(layer.stacked, BF16)
     whole = layer.fed(layer.x, 1024)
     for at in (0, 9, 100, 371):
         assert same_bits(layer.fed(layer.x[at : at + 1], 1), whole[at : at + 1]), at

@@ -2,8 +2,8 @@
 
 They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. A gate
 that no product has built in, down tiles of another height, and zeros for a missing correction are one more each. A
-shared expert adds its own products. One row needs no tiles, and of MXFP4 no gate of its own (`row_experts`). Nothing
-waits for the host if all experts are on the device.
+shared expert adds its own products. One row needs no tiles, and in MXFP4 no gate of its own
+(`multiply_experts_of_row`). Nothing waits for the host if all experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -29,9 +29,10 @@ from adapters.models.kernels.cuda.packed_groups import (
     PairTiles,
     choose_packed_group_tile,
     deal_pairs,
+    fits_one_row,
+    multiply_experts_of_row,
     multiply_packed_groups,
 )
-from adapters.models.kernels.cuda.row_experts import fits_one_row, multiply_experts_of_row
 from adapters.models.kernels.cuda.row_launches import ExpertSums, apply_gate
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (

@@ -1,20 +1,26 @@
 """The tiles of grouped products of experts, and launches of those with packed weights.
 
-`triton/packed_groups.py` says how they are summed.
+`triton/packed_groups.py` says how they are summed. The experts of one row in MXFP4 have kernels of their own on Hopper
+(`triton/hopper/hopper_row_experts.py`), one for the product and its gate, and one for the product behind it. Bits are
+the same.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 from attrs import frozen
 from torch import Tensor
 
+from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options, shared_layout
-from adapters.models.kernels.cuda.packed import CudaPackedMatrix
-from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
+from adapters.models.kernels.cuda.packed import PIECES, CudaPackedMatrix, find_only_part
+from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts, round_up_to_power
+from adapters.models.kernels.interfaces.experts_interface import GatedWeights
 from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton.experts import deal
 from adapters.models.kernels.triton.hopper.hopper_groups import multiply_many_ahead
+from adapters.models.kernels.triton.hopper.hopper_row_experts import ROWS, multiply_row
 from adapters.models.kernels.triton_launch import launch
 
 _AHEAD = 384  # columns that each warp loads ahead, at most
@@ -25,6 +31,15 @@ _COUNTED = 4096  # pairs that a program counts at once
 _MANY = 32  # pairs of an expert on average, from which on a weight is unpacked for up to 128 pairs
 _MIDDLING = 48  # a tile of 64 pairs takes three quarters of the time of one of 128
 _WIDE_ROWS = 128  # of the weight, that a program for so many pairs has
+UNIT_ROWS = ROWS.value  # of the weight, in a unit of `multiply_row`
+_ROW_WARPS = 8  # of a program of `multiply_row`
+_ROW_REGISTERS = 128  # of a thread, so that a processor has two programs at a time
+_ROW_RESIDENT = 2
+_ROW_BLOCKS = 3  # of a piece, at most: the row of x has to fit into registers
+_ROW_STAGES = 4  # units in shared memory, at most
+_ROW_OWN = 8 << 10  # bytes of shared memory for sums of pieces, and for what a program has anyway
+_WORD_BYTES = PIECES * UNIT_ROWS * 64  # of shared memory, for the words of a block of every piece in a unit
+_SCALE_BYTES = PIECES * UNIT_ROWS * 4
 
 
 @frozen
@@ -176,3 +191,76 @@ def multiply_packed_groups(
     own |= dealt.constants | {"WHOLE": weight.outputs % tile.columns == 0}
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)
+
+
+def fits_one_row(weights: GatedWeights, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for one row: of weights in MXFP4 with biases and a gate that no product has."""
+    parts = (find_only_part(weights.gate_up), find_only_part(weights.down))
+    return (
+        dtype == torch.bfloat16
+        and weights.gate_up_bias is not None
+        and not weights.gate_up.gated
+        and all(part is not None and _can_be_multiplied(part) for part in parts)
+    )
+
+
+def _can_be_multiplied(weight: CudaPackedMatrix) -> bool:
+    is_even = weight.outputs % UNIT_ROWS == 0
+    blocks = weight.piece // weight.block_form.block
+    return weight.layout.steps == "e2m1" and weight.pieces == PIECES and is_even and blocks <= _ROW_BLOCKS
+
+
+def multiply_experts_of_row(
+    x: Tensor, weights: GatedWeights, chosen: Tensor, out: Tensor, device: tuple[int, int, bool | None]
+) -> None:
+    """Write what the experts of one row make of it, `[k, D]`, the most wanted first. chosen: int32 `[1, k]`.
+
+    device: its processors, bytes of shared memory of one of them, and `pdl` of `launch_options`.
+    """
+    gate = find_only_part(weights.gate_up)
+    down = find_only_part(weights.down)
+    assert gate is not None
+    assert down is not None
+    assert weights.gate_up_bias is not None
+    inner = x.new_empty(chosen.numel(), gate.outputs // 2)
+    _multiply_row(x, gate, weights.gate_up_bias, inner, chosen, GATES[weights.activation], device)
+    _multiply_row(inner, down, out, out, chosen, 0, device)  # a bias is added with the sum over experts
+
+
+def _multiply_row(
+    x: Tensor,
+    weight: CudaPackedMatrix,
+    bias: Tensor,
+    out: Tensor,
+    chosen: Tensor,
+    gate: int,
+    device: tuple[int, int, bool | None],
+) -> None:
+    processors, shared, pdl = device
+    each = weight.piece // weight.block_form.block
+    room = (shared // _ROW_RESIDENT - _ROW_OWN) // (each * _WORD_BYTES + round_up_to_power(each) * _SCALE_BYTES)
+    tiles = chosen.numel()
+    units = tiles * weight.outputs // UNIT_ROWS
+    launch(
+        multiply_row,
+        (_ROW_RESIDENT * min(processors, count_parts(units, _ROW_RESIDENT)),),
+        *weight.tensors,
+        x,
+        bias,
+        chosen,
+        out,
+        *(one.stride(0) for one in weight.tensors),
+        weight.outputs,
+        weight.columns,
+        TILES=tiles,
+        EXPERTS=len(weight.words),
+        PIECES=weight.pieces,
+        BLOCKS=weight.blocks,
+        EACH=each,
+        STAGES=max(1, min(_ROW_STAGES, room)),
+        RESIDENT=_ROW_RESIDENT,
+        FORM=weight.block_form,
+        GATE=gate,
+        EARLY=not gate,
+        **launch_options(_ROW_WARPS, pdl) | {"maxnreg": _ROW_REGISTERS},
+    )
