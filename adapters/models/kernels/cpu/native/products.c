@@ -8,6 +8,8 @@
 #define TERMS 384 // of a chain before it is set down, in wide products: a panel's weights stay near as well
 #define NARROW 12 // rows: so few take a chain in one go
 #define AHEAD 1024 // bytes of a packed panel that are fetched before they are multiplied
+#define FETCHED 8192 // bytes of a panel in bfloat16 that wide tiles fetch before they are multiplied, and the next panel's
+#define FETCHING 4   // rows of such a tile: narrower ones read no faster than the processor fetches by itself
 #define KEYS 128   // of a tile of attention
 #define PANELS 4   // that go together at most: of 32 outputs each
 

@@ -25,8 +25,18 @@ static inline __attribute__((always_inline)) FOR void ON(tile)(
 #pragma GCC unroll 4
             for (int u = 0; u < 2 * units; u++)
                 sum[r][p][u] = on ? LOAD(sums + r * width + p * 32 + PLACE(u)) : ZERO();
+#ifdef HALF
+    const int fetches = form == BRAINS && R >= FETCHING;
+#else
+    const int fetches = R >= FETCHING;
+#endif
 #pragma GCC unroll 4
     for (long k = 0; k < terms; k += together, w += 128) {
+#pragma GCC unroll 16
+        for (int p = 0; p < P && fetches; p++) {
+            __builtin_prefetch(w + p * apart + FETCHED, 0, 2);
+            __builtin_prefetch(w + p * apart + FETCHED + 64, 0, 2);
+        }
 #pragma GCC unroll 2
         for (int term = together - 1; term >= 0; term--) {
             if (LANES == 8) __asm__ volatile("" ::: "memory"); // pairs are loaded again: few registers are left for them
