@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.sequence_layout import TensorSpec
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
@@ -265,6 +266,22 @@ async def test_prompts_that_share_a_launch_without_memory_break_slots_whose_stat
     else:
         assert failed == (DeviceFailed("out_of_memory", "no room"),) * 2
         assert [type(one) for one in after] == [PrefillAdvanced] * 2
+    assert driver.executor.close()
+
+
+@pytest.mark.timeout(30)
+async def test_no_memory_for_a_checkpoint_is_an_outcome_of_every_prompt_that_shares_the_launch(monkeypatch):
+    state = (TensorSpec("layers.0.memory", "F32", (1, 64, 1)),)
+    driver = drive(FakeShard(states=NoStates(specs=state)))
+    clients = [await driver.open(prompt_of(20, 10), slot=slot) for slot in (0, 1)]
+
+    def exhausted(self, request, effect, state):
+        raise torch.OutOfMemoryError("no room for a checkpoint")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateCheckpoints, "keep_after_chunk", exhausted)
+        failed = await driver.perform(*(client.chunk(4) for client in clients))
+    assert {one.kind for one in failed} == {"broken"}
     assert driver.executor.close()
 
 

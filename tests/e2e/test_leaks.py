@@ -61,9 +61,9 @@ async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
     gate, stop = LoadingGate(), anyio.Event()
     async with anyio.create_task_group() as tasks:
         serving = await tasks.start(listen, options, gate)
-        with StartProgress() as steps:
-            begun = {"steps": steps, "beginning": begin_load(options, steps), "reading": begin_text(options.model)}
-            tasks.start_soon(partial(serve_model, options, gate, serving, stop, **begun))
+        with StartProgress() as progress:
+            begun = {"beginning": begin_load(options, progress), "reading": begin_text(options.model)}
+            tasks.start_soon(partial(serve_model, options, gate, serving, stop, progress=progress, **begun))
             while gate.app is None:  # noqa: ASYNC110 - no event marks it
                 await anyio.sleep(0.1)
             url = f"http://{serving.host}:{serving.port}"

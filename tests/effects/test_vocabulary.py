@@ -19,6 +19,7 @@ from effects.residency import LoadModel
 
 EFFECTS, OUTCOMES = get_args(Effect), get_args(Outcome)
 NOT_SPOKEN = {
+    "ModelDetails",
     "EffectRequest",
     "Launch",
     "Job",

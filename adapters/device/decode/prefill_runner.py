@@ -94,10 +94,9 @@ class PrefillRunner:
             for pieces in run_pieces(
                 self.shard, self.buckets, self._make_forwards(waiting, queue), self.decoding.follow
             ):
-                done = [(waiting.pop(piece.slot), piece) for piece in pieces]
-                for (request, effect), piece in done:
-                    self.checkpoints.keep_after_chunk(request, effect, piece.state)
-                queue.put([(request, PrefillAdvanced(piece.stop)) for (request, _), piece in done])
+                for piece in pieces:
+                    self.checkpoints.keep_after_chunk(*waiting[piece.slot], piece.state)
+                queue.put([(waiting.pop(piece.slot)[0], PrefillAdvanced(piece.stop)) for piece in pieces])
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-import numpy as np
 from attrs import frozen
 
 from adapters.store.files import seekable
@@ -33,6 +32,8 @@ class PlainCompressor:
 
     def compress(self, data: Buffer) -> bytes:
         """Return the frame of a content. The interpreter is free while it is made."""
+        import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
         content = np.frombuffer(data, np.uint8)
         if not SHORT <= content.nbytes <= MOST:
             return self.short.compress(data)
@@ -54,6 +55,8 @@ def read_plain_frame(descriptor: int, at: int, length: int, target: memoryview) 
     It is empty where this is not exactly a frame that PlainCompressor makes, or cannot be read. Then the target may
     hold anything, and another decoder has to say what is wrong.
     """
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
     compiled = load_functions()
     if compiled is None:
         return b""

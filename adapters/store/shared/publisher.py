@@ -114,8 +114,10 @@ class Publisher:
         """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
         while self._queue:
             number, job = self._queue.popleft()
+            size = 0
             try:
                 parts = await self._encode(job)
+                size = sum(map(len, parts))
                 run = job.run
                 del job  # its rows are free
                 if parts:
@@ -123,6 +125,8 @@ class Publisher:
                         await self._upload(run, parts)
                     del parts
             finally:
+                with self.lock:
+                    self.uploading_bytes -= size
                 self._count_off(number)
 
     async def _encode(self, job: WriteRun) -> list[bytes]:
@@ -167,9 +171,6 @@ class Publisher:
             with self.lock:
                 entry = make_entry(run, self.catalogue.index.allocate_handle(), size, self.catalogue.root)
                 self.catalogue.add_written(name, entry, self.clock())
-        finally:
-            with self.lock:
-                self.uploading_bytes -= size
 
     def give_up(self) -> None:
         """Finish all jobs without writing them: the tier's thread has ended."""

@@ -304,7 +304,7 @@ def outcome(target: LoadedModel) -> dict[str, Any]:
         ),
         "draft": (draft.identity, draft.weights_state, draft.rows.capacity, draft.block),
         "memory": (ledger.models, ledger.slots),
-        "pflash": target.pflash,
+        "compression": target.compression,
         "threads": torch.get_num_threads(),
     }
 

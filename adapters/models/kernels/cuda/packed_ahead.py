@@ -94,8 +94,9 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     """
     programs = min(_MOST_PROGRAMS, count_parts(count_parts(weight.outputs, tile.outputs), processors))
     columns = weight.pieces * tile.columns
-    lines = 4 * columns // weight.block_form.block + columns // 128 * round_up_to_power(weight.levels.shape[2]) // 4
-    stage = tile.outputs // 8 * lines * 128
+    words = 4 * columns // weight.block_form.block * 128
+    levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
+    stage = tile.outputs // 8 * (words + levels)
     stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - 2 * weight.columns) // stage
     steps = weight.piece // tile.columns
     return evolve(tile, stages=min(steps, stages)) if stages > 1 else None

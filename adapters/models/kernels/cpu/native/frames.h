@@ -111,7 +111,7 @@ long rekindle_read_frame(int file, long at, long length, uint8_t *out, long cont
     uint8_t expected[FRAME_HEAD + BLOCK_HEAD], found[FRAME_HEAD + BLOCK_HEAD];
     const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
     uint32_t sum;
-    if (content <= 0 || length != rekindle_frame_bytes(content)) return -1;
+    if (content <= 0 || content > UINT32_MAX || length != rekindle_frame_bytes(content)) return -1;
     memcpy(expected, &magic, 4);
     expected[4] = ONE_SEGMENT;
     memcpy(expected + 5, &size, 4);
