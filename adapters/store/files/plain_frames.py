@@ -74,7 +74,7 @@ def load_functions() -> ctypes.CDLL | None:
 
 
 def make_bytes(size: int) -> bytes:
-    """Return bytes whose content is not set yet, as the interpreter allows for an object that nobody has seen."""
+    """Return bytes whose content is not set yet. CPython allows that until other code has a reference to them."""
     make = ctypes.pythonapi.PyBytes_FromStringAndSize
     make.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
     make.restype = ctypes.py_object

@@ -24,7 +24,6 @@ _WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many ro
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
-_ROW_STEPS = {"e4m3", "int8"}
 _ROW_PIECES = (16, 128, 8, 80)  # of a tile: see `AheadTile`
 _ROW_CHAIN = (64, 128, 4, 128)
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
@@ -76,10 +75,12 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
 def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
     """Choose the tile of a product of one row. None: other products are for it. shared: see `CudaPacking`.
 
-    Only formats that were measured are (decision 057). With four bits a number this product gains too little.
+    Only formats for which it was quicker have one (decision 057). Four bits a number gain too little, and Q8_0 gains
+    in pieces only.
     """
     layout = weight.layout
-    is_measured = layout.steps in _ROW_STEPS and layout.per == 1 and not layout.least
+    is_quicker = layout.steps == "e4m3" or (layout.steps == "int8" and weight.pieces > 1)
+    is_measured = is_quicker and layout.per == 1 and not layout.least
     rows, columns, warps, registers = _ROW_CHAIN if weight.pieces == 1 else _ROW_PIECES
     is_whole = weight.columns == weight.pieces * weight.piece and weight.piece % columns == 0
     if len(x) != 1 or x.dtype != torch.bfloat16 or not is_measured or not is_whole:

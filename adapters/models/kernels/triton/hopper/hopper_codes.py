@@ -1,9 +1,9 @@
 """Attention of many rows on Hopper over coded keys and values: `hopper_chain` with warps that unpack codes.
 
 Bulk copies cannot turn codes into numbers. So four warps take the place of the one that asks for copies. They load
-codes to registers, one tile ahead of the tile that they write, turn them into bfloat16, which holds every code exactly,
-and write these to the rings that consumers read. A code's scale comes along: consumers multiply scores and weights
-with it, as `attention` does, because there are fewer of them than codes.
+codes to registers, one tile ahead of the tile that they write, and turn them into bfloat16, which holds every code
+exactly. Then they write these to the rings that consumers read. A code's scale comes along: consumers multiply scores
+and weights with it, as `attention` does, because there are fewer of them than codes.
 
 Rows that a program does not see are zeros here. So nothing must be forgotten at the ends of a chain.
 """
