@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -155,6 +156,7 @@ def find_bags(tree: ast.AST) -> Iterator[int]:
                 pass
 
 
+@cache
 def count_bags(*packages: str) -> Counter[str]:
     """Return how many bags each module has."""
     paths = (path for package in packages for path in (ROOT / package).rglob("*.py"))

@@ -205,6 +205,8 @@ def test_servers_that_run_together_have_no_memory_of_their_own() -> None:
     assert any(promise == "memory" for promise, *_ in peer.list_stream_rows(given))
 
 
+# By default agents and single prompts are measured, from one server.
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_servers_start_together_and_answer_in_turn(tmp_path: Path) -> None:
     servers = {name: serve_ours(DEMO, ROOT, ("--draft", "none", "--device", "cpu"), sized=True) for name in "ab"}

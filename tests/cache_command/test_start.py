@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairs import one_in
 from tests.store.kit import disk_store, save, settled
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ print("imported:", *({"torch", "numpy", "tokenizers", "transformers"} & set(sys.
 """
 
 
+@one_in(2, "words")
 @pytest.mark.parametrize(
     "words",
     [

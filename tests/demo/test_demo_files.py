@@ -14,6 +14,7 @@ import adapters
 from adapters.checkpoint.text_files import read_text_files
 from adapters.models.open_checkpoint import Checkpoint
 from tests.lazy_module import LazyModule
+from tests.pairs import one_in
 from training.chat_format import TEMPLATE
 from training.export import load
 from training.train import digest
@@ -76,6 +77,7 @@ def test_the_model_card_is_of_these_weights_and_tells_data_recipe_and_quality():
     assert digest(load(DEMO, "cpu", torch.float32)) in card
 
 
+@one_in(2, "question")
 @pytest.mark.parametrize(
     ("question", "expected"),
     [

@@ -36,7 +36,7 @@ def test_titles_between_two_turns_leave_a_conversation_on_the_device() -> None:
     with serving("--slots", "2", "--host-cache-budget", "0") as server:
         messages = [{"role": "user", "content": PROSE * 20}]
         before = turn(server, messages, tools=[TOOL])["usage"]["prompt_tokens"]
-        for number in range(4):
+        for number in range(3):
             title(server, number)
         messages.append({"role": "user", "content": "And then?"})
         reported = turn(server, messages, tools=[TOOL])["rekindle"]
@@ -96,7 +96,7 @@ def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> li
 @pytest.mark.parametrize("model", [pytest.param("demo", marks=pytest.mark.long), "demo-hybrid"])
 def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> None:
     with serving(model, "--max-ctx", "8192") as server:
-        off, known = prompts(server, 3, stabilize="off"), prompts(server, 10)
+        off, known = prompts(server, 3, stabilize="off"), prompts(server, 6)
     for whole, computed in off:
         assert computed > whole - 64  # from the first line on
     for (before, _), (whole, computed) in pairwise(known):

@@ -15,6 +15,7 @@ from adapters import demo
 from engine.__main__ import main
 from tests.e2e.prepared import refused, serving
 from tests.e2e.server import command
+from tests.pairs import one_in
 
 
 def checkpoint(folder: Path, **files: Any) -> Path:
@@ -29,6 +30,7 @@ def checkpoint(folder: Path, **files: Any) -> Path:
 ADDED = json.loads((demo.FOLDER / "tokenizer.json").read_text())["added_tokens"]
 
 
+@one_in(2, "files")
 @pytest.mark.parametrize(
     ("files", "said"),
     [

@@ -154,6 +154,7 @@ def make_jobs(target: LoadedModel) -> list[Job]:
 EVERY = (0,) * len(MATCH_CLASSES)
 
 
+@with_first("target")
 @pytest.mark.timeout(300)
 async def test_whichever_expects_more_proposes(target: LoadedModel) -> None:
     jobs = make_jobs(target)

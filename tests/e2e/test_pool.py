@@ -64,7 +64,8 @@ def edited(random: Random) -> tuple[list[int], int]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [15, 1000])
 def test_three_clients_share_two_slots_of_a_pool_and_each_gets_its_own_answer(count: int) -> None:
     """Slots change their pages all the time here: more clients than slots, and prompts that begin alike."""
     pool = [edited(Random(number)) for number in range(min(count, 150) // 2)]

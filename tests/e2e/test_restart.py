@@ -146,7 +146,7 @@ def test_a_salt_and_an_api_key_keep_prompts_apart_over_a_restart(tmp_path: Path)
 @pytest.mark.timeout(300)
 def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) -> None:
     words = ("--kv-cache-dir", str(tmp_path / "kv"))
-    rules = "".join(f"Rule {number}: a function has a name that says what it does. " for number in range(60))
+    rules = "".join(f"Rule {number}: a function has a name that says what it does. " for number in range(30))
 
     def missed(server: Running, day: str) -> dict:
         system = {"role": "system", "content": f"{rules}It is {day}. {rules}"}
@@ -238,6 +238,8 @@ def test_a_folder_in_use_is_told_in_one_line(tmp_path: Path) -> None:
     assert "another process" in line
 
 
+# By default `tests/store/disk/test_disk.py` lets each step of a write fail.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk: the server may write, but less than the smallest file of this

@@ -70,6 +70,8 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
         assert how["prefix_cache"]["kept"] == decided["kept"], "the recent prompts outlive the process"
 
 
+# What each scope keeps is in `tests/states/test_scope.py`; here one comes back after a kill.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_number_keeps_so_many_tokens_whatever_they_are(tmp_path: Path) -> None:
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--paranoid")

@@ -27,7 +27,7 @@ CODE = "def fibonacci(n):\n"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving("--paranoid", start=plainly) as running:
+    with serving("--paranoid") as running:
         yield running
 
 

@@ -246,8 +246,8 @@ async def test_tokens_and_logprobs_are_those_without_speculation(jobs, plain, gu
     assert sum(accepted) < sum(one.closed.report.proposed for one in found)
 
 
-# The draft beside the target in a batch, the hybrid's own head alone.
-@usual_where(lambda places: places["model"] != places["at_once"])
+# The hybrid's own head, which is often right. The demo's draft is hardly ever; the guide stands for it above.
+@usual_where(lambda places: (places["model"], places["at_once"]) == (1, 0))
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("at_once", [1, 4])
 async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain, at_once):
@@ -389,7 +389,7 @@ async def keep(found: list[Heard], running: Engine, job: Job) -> None:
 @pytest.mark.timeout(300)
 async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(drafted, jobs, plain, tmp_path):
     """Cold, from host memory, and from disk after a restart: rows of target and draft, and recurrent states."""
-    asked = [evolve(job, scope=Scope("full")) for job in jobs[:4]]
+    asked = [evolve(job, scope=Scope("full")) for job in jobs[:3]]
     seen, tiers = {}, {}
     for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
         other = await load_target(build_options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
@@ -398,7 +398,7 @@ async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(draft
             other.executor = DeviceExecutor(evolve(other.executor.parts, proposer=watched))
             rows = await answers(other, asked)
             other.executor = DeviceExecutor(evolve(other.executor.parts, proposer=watched.drafting))
-            assert words(rows) == words(plain[:4])
+            assert words(rows) == words(plain[:3])
             seen[name], tiers[name] = watched.seen, {one.closed.report.tier for one in rows}
         await other.close()
     assert tiers == {"cold": {"none"}, "host": {"host"}, "disk": {"disk"}}

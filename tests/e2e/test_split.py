@@ -30,6 +30,7 @@ from engine.settings.paths import find_model_folder
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words
+from tests.pairs import usual_where
 
 PLANS: dict[str, dict[str, Any]] = {
     "one": {"device": "cpu"},
@@ -124,6 +125,8 @@ async def compare(
     return pairs
 
 
+# The hybrid has rows and states.
+@usual_where(lambda places: MODELS[places["model"]] == "demo-hybrid")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", MODELS)
 async def test_every_plan_answers_alike_and_restores_what_others_have_kept(model: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from adapters.models.kernels.factory import list_triton_modules
 from engine.settings.import_order import first_gpu
 from engine.settings.placement import DeviceLocation, read_devices
+from tests.pairs import one_in, with_first
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "adapters" / "models" / "kernels" / "triton"
@@ -86,6 +87,7 @@ def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None
     assert said(code) == ["True", "False", "27"]
 
 
+@one_in(2, "words")
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
 @pytest.mark.parametrize("words", ["serve", "serve --port none", "serve --help", "chat", ""])
 def test_a_server_has_them_opened_beside_all_else(words: str) -> None:
@@ -100,6 +102,7 @@ def test_a_server_has_them_opened_beside_all_else(words: str) -> None:
     assert said(code) == [str(not begins), str(begins), "True"]
 
 
+@with_first("words")
 @pytest.mark.parametrize(("words", "status"), [("serve --port none", 2), ("serve --help", 0), ("--version", 0)])
 def test_who_is_refused_a_server_leaves_with_the_status_that_says_so(words: str, status: int) -> None:
     command = [sys.executable, "-m", "engine", *words.split()]

@@ -20,6 +20,7 @@ from engine.commands import app
 from tests.cache_command.test_cache import FIRST, fill
 from tests.engine.stories import GOLDEN
 from tests.importing import importing
+from tests.pairs import with_first
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +66,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@with_first("shell")
 @pytest.mark.parametrize(
     ("shell", "script", "startup"),
     [

@@ -26,6 +26,7 @@ from effects.prefill import RunPrefill
 from engine.settings.output.server_facts import CompressionFacts, ServerFacts
 from tests.browser import SHIFT, Browser, Page, found
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, engine
+from tests.pairs import with_first
 from tests.plain_http import NO_TLS
 from tests.text import small
 
@@ -154,6 +155,7 @@ async def test_it_opens_without_a_complaint_and_shows_the_server(seen: Seen) -> 
         assert page.errors == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "hidden"), [(22 << 20, False), (8 << 30, True)])
 async def test_only_a_small_model_is_said_to_make_things_up(seen: Seen, size: int, hidden: bool) -> None:
     details = ModelDetails(1024, "bfloat16", "bfloat16", size, (), 16.0, 16.0, None)
@@ -170,6 +172,7 @@ TILE = "document.querySelector('#tiles b').innerText"
 CURVE = "document.querySelector('#tiles svg')"
 
 
+@pytest.mark.long
 async def test_slots_that_give_no_tokens_are_said_to_read_prompts_or_to_answer(seen: Seen) -> None:
     seen.device.halts_prefill = True
     seen.device.go = anyio.Event()
@@ -194,6 +197,7 @@ CUT = """[...document.querySelectorAll('.of-prompt, .of-answer, #requests-head t
     .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText)"""
 
 
+@pytest.mark.long
 async def test_states_that_no_request_was_in_have_no_column_and_nothing_is_cut(seen: Seen) -> None:
     async with seen.page(width=1440) as page:
         await ask(page)
@@ -259,6 +263,7 @@ async def test_the_conversation_is_there_after_a_reload_and_goes_on(seen: Seen) 
         assert page.errors == []
 
 
+@with_first("how")
 @pytest.mark.parametrize("how", ["button", "key"])
 async def test_an_answer_that_is_stopped_drains_and_leaves_the_world(seen: Seen, how: str) -> None:
     seen.halt_at(4)
@@ -349,6 +354,7 @@ LIGHT = (
 )
 
 
+@with_first("scheme")
 @pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
 async def test_colours_are_the_systems_or_those_of_the_switch(seen: Seen, scheme: str, other: str) -> None:
     async with seen.page(color_scheme=scheme) as page:
@@ -362,6 +368,7 @@ async def test_colours_are_the_systems_or_those_of_the_switch(seen: Seen, scheme
         assert page.errors == []
 
 
+@with_first("width")
 @pytest.mark.parametrize("width", [320, 390, 768])
 async def test_nothing_is_wider_than_a_phone(seen: Seen, width: int) -> None:
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -411,6 +418,7 @@ async def test_everything_can_be_reached_and_is_named_without_a_mouse(seen: Seen
         assert not [one for one in nodes if not one.get("name", {}).get("value")]
 
 
+@pytest.mark.long
 async def test_who_wants_less_motion_gets_none(seen: Seen) -> None:
     seen.halt_at(4)
     async with seen.page(reduced_motion="reduce") as page:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.models.splits import CONFIGS, CUTS, assert_alike, story, story_of, whole_of
+from tests.pairs import usual_where
 from tests.remote.daemons import RandomModel, Threads, split
 
 
+@usual_where(lambda places: places["sharing"] == places["cuts"] % 2)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("cuts", [CUTS["one"], CUTS["two"], CUTS["three"]], ids=["one", "two", "three"])
 @pytest.mark.parametrize("sharing", [True, False], ids=["shared", "sent"])

@@ -16,6 +16,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate, ControlToken, TemplateFailed, TemplateRefused, join_rendered
 from adapters.text.tokenizer import Tokenizer
+from tests.pairs import one_in
 from tests.text import small
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -189,6 +190,7 @@ LOOPS = {
 }
 
 
+@one_in(3, "name")
 @pytest.mark.parametrize("name", LOOPS)
 async def test_a_template_that_loops_or_hoards_is_stopped_and_the_event_loop_goes_on(make: Make, name: str) -> None:
     ticks = 0

@@ -126,6 +126,7 @@ DRAWN = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFram
 STATES = {"Waiting", "LookingUp", "Restoring", "Prefilling", "Speculating", "Snapshotting"}
 
 
+@pytest.mark.long
 async def test_no_mark_lies_on_the_name_of_a_state(chromium: Browser, timeline: str) -> None:
     compared = 0
     async with shown(chromium, timeline, script=WRITTEN) as page:
@@ -148,6 +149,7 @@ async def test_no_mark_lies_on_the_name_of_a_state(chromium: Browser, timeline: 
     assert compared > 10
 
 
+@pytest.mark.long
 async def test_the_settings_of_the_server_are_folded_away(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline) as page:
         assert "max_context" not in await page.text("#facts")
@@ -156,6 +158,7 @@ async def test_the_settings_of_the_server_are_folded_away(chromium: Browser, tim
         assert "max_context" in await page.text("#settings")
 
 
+@pytest.mark.long
 async def test_a_launch_tells_who_was_in_it_and_a_name_leads_there(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline) as page:
         await mouse(page, "tracks", GUTTER + 2, 18 + 40 + 10)
@@ -166,6 +169,7 @@ async def test_a_launch_tells_who_was_in_it_and_a_name_leads_there(chromium: Bro
         await read_details(page, "Time in each state")
 
 
+@pytest.mark.long
 async def test_the_wheel_zooms_a_drag_moves_and_the_theme_changes(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline, color_scheme="dark") as page:
         seen = "document.getElementById('tracks').toDataURL()"

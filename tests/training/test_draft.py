@@ -403,6 +403,8 @@ def test_the_server_computes_what_training_measured(shipped, source):
         assert torch.equal(theirs.argmax(-1), logits.argmax(-1))
 
 
+# Its weights are read and its proposals are compared above.
+@pytest.mark.long
 def test_the_shipped_draft_foresees_tool_calls(shipped, source):
     target, draft = shipped
     subject = next(subject for subject in SUBJECTS if subject.opening is not None)

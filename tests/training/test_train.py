@@ -57,6 +57,7 @@ def test_the_loss_falls(small_run):
     assert after < before - 0.5
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_parameters(small_run):
     first, second = (small_run(5)[0] for _ in range(2))
     assert digest(first) == digest(second)

@@ -34,6 +34,7 @@ from tests.device.driver import (
 )
 from tests.device.fake_draft import FakeDraft
 from tests.device.fake_shard import FakeShard, make_fake_shard
+from tests.pairs import usual_where
 
 KINDS = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 
@@ -84,6 +85,7 @@ class Oracle(Proposer):
         """The same."""
 
 
+@usual_where(lambda places: places["branches"] == places["sampling"] % 2)
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
 @KINDS
 async def test_proposals_never_change_the_answer(shard, sampling, branches):
@@ -281,6 +283,7 @@ async def test_a_launched_chain_for_which_there_is_no_memory_proposes_nothing():
     assert driver.executor.close()
 
 
+@usual_where(lambda places: (places["offset"] + places["nodes"] + places["ahead"]) % 2 == 0)
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("nodes", [0, 12], ids=["chain", "tree"])
 @pytest.mark.parametrize("offset", range(9))
@@ -439,6 +442,7 @@ async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_wor
     assert driver.executor.close()
 
 
+@usual_where(lambda places: places["is_sequential"] == places["sampling"])
 @pytest.mark.parametrize("is_sequential", [False, True], ids=["at once", "in order"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_a_tree_is_agreed_to_at_least_as_far_as_its_chain(sampling, is_sequential):

@@ -18,6 +18,7 @@ from engine.loading.load_scorer import load_if_kept
 from engine.settings.options import build_options
 from states.residency import After, Policy, Resolved
 from states.settings import Settings
+from tests.pairs import one_in
 
 GIB = 1 << 30
 
@@ -33,6 +34,7 @@ def a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
 
 
+@one_in(2, "policy")
 @pytest.mark.parametrize(
     ("policy", "after", "loaded"),
     [("auto", "keep", True), ("persistent", "keep", True), ("request-scoped", "release", False)],

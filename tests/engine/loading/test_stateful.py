@@ -50,6 +50,7 @@ from engine.settings.options import Options
 from states.settings import Settings
 from tests.models.draft_models import FULL, config_of, head_of, proven_draft, random_tensors
 from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentRows, RecurrentShard, RecurrentStates
+from tests.pairs import one_in
 from tests.store.kit import settled
 
 CHUNK, BUCKETS = 32, (4, 8, 16, 32)
@@ -236,6 +237,7 @@ class Dialogue:
         self.said += [*self.OPENS, *content]
 
 
+@one_in(2, "host")
 @pytest.mark.parametrize(("host", "places"), [(1 << 30, 3), (0, 3), (1 << 30, 0)])
 async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and_what_is_new(
     tmp_path: Path, host: int, places: int

@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from tests.http.conftest import Site
 from tests.http.sse import stream
+from tests.pairs import in_turns
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}
 FUNCTION = {"name": "write", "parameters": SCHEMA}
@@ -165,6 +166,8 @@ def form(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     site.text.calls = before
 
 
+# The first form meets each API whole and streamed, each other form one API in each way.
+@in_turns("form", "api", full=1)
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", APIS)
 async def test_why_an_answer_ended_agrees_with_its_calls(site: Site, form: str, api: str, streamed: bool) -> None:
@@ -210,6 +213,7 @@ async def test_channels_are_reasoning_text_and_calls_in_every_api(site: Site, ap
     site.text.calls = before
 
 
+@in_turns("form", "api", full=1, one_in=2)
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "messages"])
 async def test_stop_strings_are_looked_for_in_the_text_of_an_answer_alone(

@@ -59,7 +59,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 OLDER = pytest.mark.long
-LONG = ("hermes", "qwen-xml", "llama3-json", "pythonic")  # other tests have these forms as well
+LONG = ("hermes", "qwen-xml", "llama3-json", "pythonic", "mistral-json", "seed-xml")  # other tests have these, too
 ASKED = "Write it."
 RESULT = "It is written."
 TOKENS = 3000

@@ -19,6 +19,7 @@ from tests.http.conftest import Site, chat, served
 from tests.http.test_guard import JSON, head, status
 from tests.http.wire.test_connections import answer, connect, ended
 from tests.http.wire.test_lifecycle import raw_post, until
+from tests.pairs import one_in
 
 PLACES = 12
 OWES_A_BODY = head("Host: localhost", JSON, "Content-Length: 900000")
@@ -91,6 +92,7 @@ def test_whoever_pays_is_young_again_and_whoever_is_closed_is_gone() -> None:
 HOLDING = {name: manner for name, manner in MANNERS.items() if name != "unread streams"}
 
 
+@one_in(2, "manner")
 @pytest.mark.parametrize("manner", HOLDING.values(), ids=HOLDING)
 async def test_however_many_connections_are_held_others_are_answered(narrow: Site, manner: Manner) -> None:
     async with AsyncExitStack() as stack:

@@ -22,6 +22,7 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
 from tests.models.draft_models import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors
+from tests.pairs import in_turns
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY = (4, 16, 64, 256), 512
@@ -109,6 +110,7 @@ def same_at_once(config, dtype, rows=None, plan=None, **how):
     return same, {noting.noted.get(bucket, 0) for bucket in (4, 16, 64, 256)}
 
 
+@in_turns("name", "dtype", full=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*CONFIGS])
 def test_layers_at_once_leave_what_operations_one_by_one_leave(name, dtype):
@@ -145,6 +147,7 @@ def test_in_pieces_that_were_proven_and_on_any_threads(threads, two_threads):
     assert same_at_once(config, dtype, plan=evolve(plan, threads=(threads, wide), weights=weights)) == (True, {3})
 
 
+@in_turns("name", "dtype", full=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*GEOMETRIES])
 def test_a_drafts_context_and_blocks_at_once_are_those_of_operations_one_by_one(name, dtype):

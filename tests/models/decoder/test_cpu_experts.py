@@ -30,6 +30,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import GEOMETRIES, VARIANTS, proven, same_bits, tokens_of
 from tests.models.families.test_hybrid_experts import OWN as HYBRID
 from tests.models.windowed import WINDOWED
+from tests.pairs import in_turns
 
 FLOAT = torch.float32
 BUCKETS = (4, 8, 16, 32)
@@ -119,6 +120,7 @@ def test_the_same_kernels_give_the_same_bits_on_the_host(name: str) -> None:
     assert same_bits(logits_of(found, tokens), expected)
 
 
+@in_turns("name", "pieces", full=0)
 @pytest.mark.parametrize("name", ["qwen3_moe, some layers dense", "glm4_moe, groups and norms", "hybrid"])
 @pytest.mark.parametrize(
     "pieces", [[(16, 13), (4, 3), (8, 7)], [(32, 30), (4, 1)], [(4, 4), (32, 20), (16, 16)]], ids=str

@@ -24,7 +24,7 @@ from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import save_model, tokens_of
 from tests.models.gguf.test_gguf_models import WIDE_FAMILIES, greedy, told
 from tests.models.quantised import E4M3, FORMATS, blocks, quantise, words
-from tests.pairs import take_turns
+from tests.pairs import one_in, take_turns
 
 UP = "model.layers.1.mlp.up_proj.weight"
 # Neither blocks of 128 nor words fill the matrices of all of them; a group is 32 columns everywhere
@@ -80,6 +80,7 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
+@one_in(2, "name")
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weights_stand_for_what_their_format_says(name: str, models: dict[str, Any], tmp_path: Path) -> None:
     values = quantise(models["qwen3"][0], tmp_path / "m", name)
@@ -111,6 +112,8 @@ def find_laguna_name(published: str, config: object) -> str:
 NAMES_OF_ORACLE = {"minimax_m2": minimax_m2.find_name, "laguna": find_laguna_name}
 
 
+# What each format stands for is compared number by number below.
+@one_in(2, "served")
 @pytest.mark.parametrize("served", SERVED)
 def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     served: tuple[str, str], models: dict[str, Any], tmp_path: Path

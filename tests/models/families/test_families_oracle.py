@@ -30,7 +30,7 @@ def test_logits_in_float32_are_those_of_transformers(model):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-5)
 
 
-@one_in(3, "model")
+@one_in(6, "model")
 def test_greedy_tokens_are_those_of_transformers(model):
     folder, oracle = model
     tokens = tokens_of(40)
@@ -45,6 +45,8 @@ def test_greedy_tokens_are_those_of_transformers(model):
     assert sequence == expected.tolist()
 
 
+# In float32 the logits of every family are compared.
+@one_in(3, "model")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_logits_in_half_precision_are_as_close_to_float32_as_those_of_transformers(model, dtype):
     folder, oracle = model

@@ -67,7 +67,7 @@ def whole(request):
     return whole_of(shard)
 
 
-@in_turns("whole", "pieces", full=2)
+@in_turns("whole", "pieces", full=1, one_in=5)
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
     check_rows_in_pieces(whole, pieces)
@@ -83,7 +83,7 @@ def test_rows_in_random_pieces_too(whole):
         assert same_sequence(shard, 0, 1)
 
 
-@in_turns("whole", "start", full=2)
+@in_turns("whole", "start", full=1, one_in=4)
 @pytest.mark.parametrize(("start", "kept"), STARTS_AND_KEPT)
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
     check_rolled_back_rows(whole, start, kept)

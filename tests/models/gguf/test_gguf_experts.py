@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from tests.models.checkpoints import EXPERTS, save_model
 from tests.models.ggufs import packed, write_gguf
 from tests.models.hybrids import SPARSE, save_with_head
+from tests.pairs import with_first
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,7 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
+@with_first("family")
 @pytest.mark.parametrize(("family", "own"), [("qwen3_5_moe_text", {}), ("qwen3_next", {"norm_topk_prob": True})])
 def test_a_head_of_experts_is_the_layer_behind_the_last(tmp_path: Path, family: str, own: dict) -> None:
     save_with_head(tmp_path / "m", family, **own)

@@ -58,6 +58,7 @@ from tests.models.windowed import (
     SLIDING,
     WINDOWED,
 )
+from tests.pairs import one_in
 
 ALL = {name: how for name, how in VARIANTS.items() if "qwen3_moe" not in name}  # what files have of experts is less
 ALL.pop("mistral")  # its files say that they are Llama's
@@ -200,6 +201,8 @@ def list_stored_parts(family: str, name: str, weight: torch.Tensor, config: Any)
     return [weight.mT if family == "gpt_oss" and ".experts." in name else weight]
 
 
+# Values of every family and of every packing are compared below and in test_gguf_reader.py.
+@one_in(3, "family")
 @pytest.mark.parametrize(("family", "kind"), GREEDY)
 def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     family: str, kind: Kind, tmp_path: Path
@@ -214,6 +217,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     assert greedy(path, tokens_of(40), 16) == told(oracle, tokens_of(40), 16)
 
 
+@one_in(3, "kind")
 @pytest.mark.parametrize("kind", [Kind(number) for number in PACKINGS if number > 10 and number != Kind.IQ1_M])
 def test_greedy_tokens_of_types_that_only_llama_cpp_makes(kind: Kind, tmp_path: Path) -> None:
     """Their blocks are random; of Qwen3, whose tensors are stored as published."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from adapters.models.kernels.formats.row_format import INT4, RowLayout, read_row_types, unpack_codes
 from tests.models.kernels.gluon_machine import Pointer, launch, load_kernels
 from tests.models.kernels.test_hopper_schedules import BF16, HOPPER, SPLIT, TILE, attend, cut_into_tiles, normal
+from tests.pairs import one_in
 
 CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as the kernel names them
 CASES = (  # the format of rows, numbers of a head, heads of a key head, the window, and whether rows are in pages
@@ -62,6 +63,7 @@ def test_every_code_becomes_its_number(codes, name):
     assert found.isfinite().all()
 
 
+@one_in(2, "case")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_coded_rows_are_attended_tile_after_tile(codes, case):

@@ -22,7 +22,7 @@ from tests.models.kernels.gluon_machine import (
     load_kernels,
     wait_for,
 )
-from tests.pairs import usual_where
+from tests.pairs import in_turns, usual_where, with_first
 
 SPLIT = 256
 TILE = 64  # keys
@@ -170,6 +170,7 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 in_half_of_its_places = usual_where(lambda places: sum(places.values()) % 2 == 0)
 
 
+@with_first("seed")
 @pytest.mark.timeout(120)
 @in_half_of_its_places
 @pytest.mark.parametrize("pages", [False, True])
@@ -250,6 +251,7 @@ SPLITS = (
 )
 
 
+@in_turns("case", "spans", full=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", SPLITS, ids=lambda case: case.name)
 @pytest.mark.parametrize("spans", [[(590, 1)], [(0, 1), (255, 1), (700, 1)], [(510, 3), (319, 1)]], ids=str)

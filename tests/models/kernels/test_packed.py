@@ -37,6 +37,7 @@ from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.gguf.test_gguf_models import WIDE
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf
 from tests.models.quantised import quantise
+from tests.pairs import usual_where
 
 LAYOUTS = (
     StepLayout("int8", 32),
@@ -100,6 +101,7 @@ def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
 
 
+@usual_where(lambda places: places["rows_in"] == places["layout"] % 2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("rows_in", [torch.float32, torch.bfloat16], ids=str)
 def test_products_are_those_of_the_numbers_and_alike_for_any_rows_in_any_instructions(

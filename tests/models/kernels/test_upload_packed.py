@@ -19,6 +19,7 @@ from tests.models.gguf.test_gguf_models import WIDE_FAMILIES
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.kernels.test_upload import DEVICES
 from tests.models.quantised import FORMATS, quantise
+from tests.pairs import one_in
 
 KINDS = (Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.F16, Kind.BF16)
 EXACT = {Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.BF16}  # which the package makes
@@ -71,6 +72,7 @@ def compare(checkpoint: Checkpoint, device: str) -> None:
         assert not weights._pending  # noqa: SLF001
 
 
+@one_in(3, "family")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "kind"), FILES, ids=lambda one: getattr(one, "name", one))
 def test_tensors_of_a_file_are_made_where_they_come_to(family: str, kind: Kind, device: str, tmp_path: Path) -> None:
@@ -81,6 +83,7 @@ def test_tensors_of_a_file_are_made_where_they_come_to(family: str, kind: Kind, 
     compare(checkpoint.with_dtype(torch.bfloat16), device)
 
 
+@one_in(3, "name")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_tensors_of_a_packed_folder_are_made_where_they_come_to(name: str, device: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from effects.job import Sampling
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import TARGET, aux_hidden_states_of, config_of, draft_of, proven_draft, random_tensors
+from tests.pairs import one_in
 from tests.remote.daemons import LIMIT, Fates, Mortal, RandomModel, Threads, peer_of
 
 CONFIG, F32, SLOTS, CAPACITY, NODES = config_of(), torch.float32, 4, 1200, 20
@@ -191,6 +192,7 @@ DEATHS = [
 ]
 
 
+@one_in(2, "op")
 @pytest.mark.parametrize(("op", "when"), DEATHS, ids=[f"{op.name} {when}" for op, when in DEATHS])
 def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     apart: Elsewhere, expected: list, op: Op, when: str

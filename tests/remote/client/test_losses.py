@@ -28,6 +28,7 @@ from adapters.remote.protocol.slot_messages import RowSpan
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk, step, whole_of
+from tests.pairs import one_in
 from tests.remote.daemons import (
     QUICK,
     SECRET,
@@ -100,6 +101,7 @@ DEATHS = [
 ]
 
 
+@one_in(2, "op")
 @pytest.mark.parametrize(("op", "when"), DEATHS, ids=[f"{op.name} {when}" for op, when in DEATHS])
 def test_a_death_is_told_once_and_the_next_life_is_right(pair: HybridPair, expected, op: Op, when: str) -> None:
     pair.far.peer.set_loss_listener(pair.losses.append)

@@ -17,7 +17,7 @@ from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 from tests.e2e.test_speculation import FLAT, Heard, answers, words
-from tests.pairs import with_first
+from tests.pairs import usual_where
 from tests.remote.daemon.test_faults import made, on_threads
 from tests.remote.daemons import Fates, Threads
 
@@ -88,7 +88,7 @@ def reasons(heard: Sequence[Heard]) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@with_first("undrafted")
+@usual_where(lambda places: places["undrafted"] == 1)
 async def test_no_seed_that_a_request_may_have_ends_the_draft(serving: DraftedTarget) -> None:
     """Half of all seeds that are drawn where a request has none are 2**62 and more."""
     for seed, top_k in (((1 << 62) + 1, 0), ((1 << 63) - 1, 1 << 31)):
@@ -100,6 +100,8 @@ async def test_no_seed_that_a_request_may_have_ends_the_draft(serving: DraftedTa
     assert (serving.draft.peer.restarts, serving.draft.peer.error) == (0, "")
 
 
+# The hybrid has rows, states and a draft.
+@usual_where(lambda places: places["undrafted"] == 1)
 @pytest.mark.timeout(600)
 async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: DraftedTarget) -> None:
     cold = await serving.right()
@@ -124,7 +126,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
 
 
 @pytest.mark.timeout(600)
-@with_first("undrafted")
+@usual_where(lambda places: places["undrafted"] == 1)
 async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_else(serving: DraftedTarget) -> None:
     scoped = evolve(serving.target.settings.residency, policy="request-scoped", draft="park")
     serving.draft.offload()

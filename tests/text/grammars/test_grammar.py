@@ -35,6 +35,7 @@ from adapters.text.grammars.grammar import (
 )
 from adapters.text.tokenizer import ClientLeft, Tokenizer
 from effects.grammar import Grammar
+from tests.pairs import one_in
 from tests.schemas import schema_of
 from tests.text import small
 
@@ -317,6 +318,7 @@ async def hasty(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     await made.aclose()
 
 
+@one_in(2, "name")
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_grammars_are_refused_or_cost_little(hasty: Grammars, name: str) -> None:
     """A grammar that takes too much processor time or memory is compiled in a process that is killed. The next one is

@@ -20,7 +20,7 @@ from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
 from adapters.text.grammars.grammar import GrammarRefused, Grammars
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
-from tests.pairs import in_turns
+from tests.pairs import in_turns, usual_where
 from tests.text import small
 from tests.text.test_held import allowed
 
@@ -114,6 +114,7 @@ def written(form: str, text: str) -> str:
     return QUOTED[form].format(json.dumps(text, ensure_ascii=False))
 
 
+@usual_where(lambda places: places["choice"] == (places["name"] + places["form"]) % 2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("choice", ["required", "auto"])
@@ -216,7 +217,7 @@ EXPRESSIONS = (
 )
 
 
-@in_turns("source", "flags", full=1, one_in=2)
+@in_turns("source", "flags", full=1, one_in=4)
 @pytest.mark.parametrize("flags", ["", "s", "i", "is"])
 @pytest.mark.parametrize("source", EXPRESSIONS)
 @given(text=st.text(st.sampled_from('aAbx1_ "\\/\n\t\r\x00\x1fé中].'), max_size=5))

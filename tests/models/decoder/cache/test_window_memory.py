@@ -20,7 +20,7 @@ from benchmarks.window_restart import TOKENS, WINDOW, count_row_memory
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import CHUNKS, LENGTH, computed, last_layer, same_sequence
 from tests.models.windowed import read_config
-from tests.pairs import in_turns
+from tests.pairs import in_turns, usual_where
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def check_rows(rows: WindowRows, layer: int, slot: int, start: int, stop: int) -
         assert torch.equal(rows.cache.read(layer, slot, start, stop), find_codes(rows, layer, slot, start, stop))
 
 
+@usual_where(lambda places: (places["window"] + places["bucket"] + places["paged"]) % 2 == 0)
 @pytest.mark.parametrize(
     ("window", "layers", "lasting"),
     [(1, 1, ()), (48, 3, (0, 1)), (65, 3, (2,)), (1024, 1, ()), (1024, 12, ()), (290, 20, (7,))],

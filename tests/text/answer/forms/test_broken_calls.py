@@ -28,6 +28,7 @@ from adapters.text.answer.answer_pieces import (
 from adapters.text.answer.incremental_text import BrokenCall
 from adapters.text.answer.json_reader import repair_json, repair_scalar
 from adapters.text.conversation import FunctionTool, ToolCall
+from tests.pairs import one_in
 
 WRITE = {
     "type": "object",
@@ -577,6 +578,7 @@ REPEATED = [
 ]
 
 
+@one_in(3, "form")
 @pytest.mark.parametrize(("form", "before", "unit"), REPEATED)
 def test_text_made_of_tags_takes_no_quadratic_time(form: str, before: str, unit: str) -> None:
     def seconds(size: int) -> float:
