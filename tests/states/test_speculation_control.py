@@ -712,7 +712,7 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
     rng, rates, busy = random.Random(members), STEEP, list[tuple[SpeculationControl, int]]()
     true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns, _ in STEEP.decode if rows} | {32: 4000, 64: 8000}
     time = tokens = 0
-    while tokens < 5_000:
+    while tokens < 10_000:
         busy += [(control.make_control(CHAIN, rates), 64)] * (members - len(busy))
         offer = step_prices.estimate_prices(rates.decode, 0, members, 64)
         plan = plan_for([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
