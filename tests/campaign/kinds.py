@@ -27,7 +27,7 @@ DECODERS = (
     Kind("logs of texts", logs.logs_of_texts, 30),
 )
 SERVER = (
-    Kind("attacks", site.attacks, 40, deadline_s=90, few=1),
+    Kind("attacks", site.attacks, 40, deadline_s=90, few=2),
     Kind("crowds", connections.crowds, 4, deadline_s=240, together=20, few=1),
     Kind("bodies", site.bodies, 60),
     Kind("served", site.served, 20, deadline_s=90, together=100, few=3),

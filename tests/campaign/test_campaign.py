@@ -1,4 +1,4 @@
-"""A few dozen cases of each kind, the same ones each time; thousands by hand (`python -m tests.campaign.run`)."""
+"""A few cases of each kind, the same ones each time; thousands by hand (`python -m tests.campaign.run`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.campaign.hostile import spoilt_cases
 from tests.campaign.kinds import DECODERS, KINDS
 
 MANY = 1000
+WITH_OWN_TESTS = ("attacks",)  # `tests/http/wire` has such clients by default
 SEED = 1
 
 
@@ -31,7 +32,15 @@ def named(kind: Kind) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in DECODERS], ids=named)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.long if kind.name in WITH_OWN_TESTS else ())
+        for kind in KINDS.values()
+        if kind not in DECODERS
+    ],
+    ids=lambda kind: kind.name,
+)
 def test_a_few(kind: Kind, tmp_path: Path) -> None:
     """Each case asserts its own oracle, and the watchdog raises what all kinds share."""
     guard = Watchdog()

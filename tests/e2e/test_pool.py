@@ -34,6 +34,9 @@ def settled(server: Running) -> dict[str, int]:
         time.sleep(0.02)
 
 
+# By default `tests/engine/loading/test_kv_memory.py` answers more sessions than a pool holds, and a row of
+# `tests/campaign/test_covering.py` has a pool over HTTP.
+@pytest.mark.long
 def test_more_sessions_than_the_pool_has_room_for_get_their_answers_over_http() -> None:
     words = ("demo", "--draft", "none", "--slots", "4", "--max-ctx", "1024", "--host-cache-budget", "0")
     with serving(*words, "--kv-memory", "6", "--paranoid") as server:
