@@ -13,6 +13,9 @@ from adapters.models.kernels.triton import delta_rows, delta_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
+# Of the kernel for single rows: so few registers, and states in so narrow pieces, that a processor holds three programs.
+SINGLE_TILE = 32
+SINGLE_REGISTERS = 168
 
 
 class WideArguments(LaunchArguments):
@@ -28,9 +31,13 @@ class WideArguments(LaunchArguments):
 
 
 class SingleRowArguments(WideArguments):
-    """The options of `read_single_rows`. TILE: values of a head that one program computes."""
+    """The options of `read_single_rows`. TILE: values of a head that one program computes.
+
+    maxnreg: registers of a thread, few enough that three programs fit on a multiprocessor.
+    """
 
     TILE: int
+    maxnreg: int
 
 
 def describe_heads(shape: DeltaShape) -> dict[str, int]:
