@@ -13,7 +13,7 @@ from adapters.models.kernels.triton import delta_rows, delta_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
-# Of the kernel for single rows: so few registers, and states in so narrow pieces, that a processor holds three programs.
+# Of the kernel for single rows: few registers and narrow pieces of states, so that a processor holds three programs.
 SINGLE_TILE = 32
 SINGLE_REGISTERS = 168
 
