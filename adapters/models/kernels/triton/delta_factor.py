@@ -63,6 +63,16 @@ def _split(x, PARTS: tl.constexpr, ONCE: tl.constexpr = False):
 
 
 @triton.jit
+def _hide_origin(x):
+    """Return x, float32, so that Triton does not see that it was joined.
+
+    For operands that were joined, Triton 3.6 chooses fragments of twice as many columns. These add in another
+    order, and a product of 16 columns has none of them.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _product(a, b, acc, A: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr):
     """Return acc + a b of split operands, which have A and B parts; products below the last of PARTS are left out."""
     for i in tl.static_range(A):
@@ -172,7 +182,7 @@ def _inverse(a, rows, PARTS: tl.constexpr):
     """Return (I + a)^-1 of a strictly lower triangular a, as its left and right halves: forward substitution in
     diagonal blocks, then in pairs of blocks. Rows of `a` from `rows` on are zeros.
     """
-    left, right = _halve(_join_blocks(a, _invert_diagonal(a), rows, PARTS))
+    left, right = _halve(_join_blocks(a, _hide_origin(_invert_diagonal(a)), rows, PARTS))
     if rows > CHUNK // 2:
         half: tl.constexpr = CHUNK // 2
         zero = tl.zeros((CHUNK, half), tl.float32)
@@ -326,7 +336,8 @@ def _factor_chunk(
         k = _split(tl.where(is_old[:, None], k_old, k_new), INPUTS)
         k_turned = _transpose_parts(k, INPUTS)
         left, right = _factor_rows(k, k_turned, g, beta, old + count, INPUTS, PARTS)
-        t_parts = _unite_parts(_split(left, PARTS), _split(right, PARTS), PARTS)
+        t = _hide_origin(_unite(left, right))
+        t_parts = _split(t, PARTS)
         for block in range(old // READ, tl.cdiv(old + count, READ)):
             r = block * READ + tl.arange(0, READ)
             is_read = ((r >= old) & (r < old + count))[:, None]
@@ -338,7 +349,7 @@ def _factor_chunk(
                 tl.store(to + n * CHUNK * CHUNK, parts[n])
         if old + count == CHUNK:
             last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
-            ends = _split(_unite(left, right) * tl.exp(last - g)[:, None], PARTS)
+            ends = _split(t * tl.exp(last - g)[:, None], PARTS)
             tall = tl.zeros((DK, CHUNK), tl.float32)
             parts = _split(_product(k_turned, ends, tall, INPUTS, PARTS, PARTS), PARTS)
             to = fold_ptr + (item * HEADS + head) * PARTS * CHUNK * DK

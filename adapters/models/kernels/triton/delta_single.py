@@ -18,11 +18,12 @@ from adapters.models.kernels.triton.delta_factor import (
     RING,
     _factor_chunk,
     _factor_rows,
+    _hide_origin,
     _load_gates,
     _product,
     _split,
     _transpose_parts,
-    _unite_parts,
+    _unite,
 )
 
 
@@ -197,7 +198,7 @@ def _read_row(
     k = _split(tl.load(rows + key + d[None, :], exists[:, None], 0.0), INPUTS)
     k_turned = _transpose_parts(k, INPUTS)
     left, right = _factor_rows(k, k_turned, g, beta, old + 1, INPUTS, PARTS)
-    t_parts = _unite_parts(_split(left, PARTS), _split(right, PARTS), PARTS)
+    t_parts = _split(_hide_origin(_unite(left, right)), PARTS)
     # The smallest product has 16 rows. All of them are the one row that reads.
     q = _split(tl.broadcast_to(tl.load(fresh + key + d)[None, :], (BLOCK, DK)), INPUTS)
     decayed = tl.where(exists, tl.exp(tl.where(exists, g_own - g, 0.0)), 0.0)
