@@ -35,37 +35,11 @@ def _make_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _split_in_two(x):
-    """Return x as `delta_factor._split_in_two` does, which says why."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 low, high;
-            .reg .f32 first, second;
-            cvt.rn.bf16x2.f32 $0, $3, $2;
-            shl.b32 low, $0, 16;
-            and.b32 high, $0, 0xffff0000;
-            mov.b32 first, low;
-            mov.b32 second, high;
-            sub.rn.f32 first, $2, first;
-            sub.rn.f32 second, $3, second;
-            cvt.rn.bf16x2.f32 $1, second, first;
-        }
-        """,
-        "=r,=r,f,f",
-        [x],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
 def _write_parts(x, parts):
     """Write x as a sum of two bfloat16 tensors, the larger first, where the tensor cores can read them."""
-    large, small = _split_in_two(x)
+    large = x.to(gl.bfloat16)
     parts.index(0).store(large)
-    parts.index(1).store(small)
+    parts.index(1).store((x - large.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
 
 

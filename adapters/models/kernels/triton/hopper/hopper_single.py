@@ -17,14 +17,11 @@ from adapters.models.kernels.triton.delta_factor import (
     CHUNK,
     RING,
     _factor_chunk,
-    _factor_rows,
-    _hide_origin,
     _load_gates,
     _product,
-    _split,
     _transpose_parts,
-    _unite,
 )
+from adapters.models.kernels.triton.hopper.hopper_factor import _factor_rows, _hide_origin, _split, _unite
 
 
 @triton.jit
