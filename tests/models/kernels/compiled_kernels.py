@@ -5,8 +5,10 @@ Launches are withheld, so tensors lie on the processor and nothing is computed. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,10 +59,14 @@ Body = Callable[[TritonKernels], None]
 
 @frozen
 class CompiledKernel:
-    """The name of a compiled kernel, and the bytes of shared memory of one program."""
+    """The name of a compiled kernel, and the bytes of shared memory of one program.
+
+    widths: how many neighbours along a sum a thread holds, of all operands of products that are in registers.
+    """
 
     name: str
     shared: int
+    widths: frozenset[int]
 
 
 @define
@@ -69,9 +75,11 @@ class Compilation:
 
     kernels: list[CompiledKernel] = field(factory=list[CompiledKernel])
 
-    def __call__(self, *, metadata: Any, **_: object) -> None:
+    def __call__(self, *, metadata: Any, metadata_group: dict[str, str], **_: object) -> None:
         about = metadata if isinstance(metadata, dict) else metadata._asdict()
-        self.kernels.append(CompiledKernel(about["name"], about["shared"]))
+        form = Path(metadata_group[f"{about['name']}.ttgir"]).read_text()
+        widths = frozenset(map(int, re.findall(r"kWidth = (\d+)", form)))
+        self.kernels.append(CompiledKernel(about["name"], about["shared"], widths))
 
 
 @contextmanager

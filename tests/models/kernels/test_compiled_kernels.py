@@ -129,6 +129,19 @@ def test_weights_of_many_outputs_come_ahead_on_hopper_only(target, name, cache):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("value_size", [64, 128])
+def test_kernels_of_the_gated_delta_rule_hold_operands_in_one_way(value_size, cache):
+    """Other fragments would add in another order, so that a row had other bits beside other rows."""
+    traits = compiled.TARGETS["sm_90"]
+    with compiled.compile_for(traits, cache) as found:
+        layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 1024)
+        layer(compiled.TritonKernels(compiled.CPU, traits=traits))
+    widths = {(kernel.name, width) for kernel in found.kernels for width in kernel.widths}
+    assert widths == {(name, 2) for name in ("factor", "scan", "read_single_rows", "factor_and_read")}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", compiled.TARGETS)
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_kernels_compile_and_fit_into_shared_memory(target, body, cache):
