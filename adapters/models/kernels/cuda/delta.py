@@ -105,12 +105,8 @@ class CudaDelta:
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
         if batch.single and self._can_read_single(convolved.dtype, weights.shape):
-            tile = min(delta_launches.SINGLE_TILE, weights.shape.value_size)
-            wide: SingleRowArguments = {
-                "TILE": tile,
-                "maxnreg": delta_launches.SINGLE_REGISTERS,
-                **self._wide_options(convolved),
-            }
+            tile = min(TILE, weights.shape.value_size)
+            wide: SingleRowArguments = {"TILE": tile, **self._wide_options(convolved)}
             return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE

@@ -14,9 +14,6 @@ from adapters.models.kernels.triton.hopper import hopper_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
-# Of the kernel for single rows: few registers and narrow pieces of states, so that a processor holds three programs.
-SINGLE_TILE = 32
-SINGLE_REGISTERS = 168
 
 
 class WideArguments(LaunchArguments):
@@ -32,13 +29,9 @@ class WideArguments(LaunchArguments):
 
 
 class SingleRowArguments(WideArguments):
-    """The options of `read_single_rows`. TILE: values of a head that one program computes.
-
-    maxnreg: registers of a thread, few enough that three programs fit on a multiprocessor.
-    """
+    """The options of `read_single_rows`. TILE: values of a head that one program computes."""
 
     TILE: int
-    maxnreg: int
 
 
 def describe_heads(shape: DeltaShape) -> dict[str, int]:

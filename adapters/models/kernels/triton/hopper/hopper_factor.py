@@ -4,6 +4,9 @@ Each program of such a kernel computes one factor and reads one row, so most of 
 blocks of 16 are inverted as quarters, of which one is zeros, and products with a half of zeros are computed for the
 other half only. Each sum has the terms of `delta_factor._inverse` in the same order, so the bits are the same. That
 order also depends on the fragments that Triton chooses for an operand (`_hide_origin`).
+
+`delta_factor` keeps its own form. A prompt would gain 0.6 % from this one. For 16 rows of a chunk the assembler of CUDA
+12.8, which Triton 3.6 brings, made it read a wrong address of shared memory.
 """
 
 from __future__ import annotations
