@@ -5,7 +5,6 @@ Launches are withheld, so tensors lie on the processor and nothing is computed. 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -61,12 +60,13 @@ Body = Callable[[TritonKernels], None]
 class CompiledKernel:
     """The name of a compiled kernel, and the bytes of shared memory of one program.
 
-    widths: how many neighbours along a sum a thread holds, of all operands of products that are in registers.
+    form: its file in Triton's language for GPUs. binary: that of its machine code.
     """
 
     name: str
     shared: int
-    widths: frozenset[int]
+    form: Path
+    binary: Path
 
 
 @define
@@ -77,9 +77,8 @@ class Compilation:
 
     def __call__(self, *, metadata: Any, metadata_group: dict[str, str], **_: object) -> None:
         about = metadata if isinstance(metadata, dict) else metadata._asdict()
-        form = Path(metadata_group[f"{about['name']}.ttgir"]).read_text()
-        widths = frozenset(map(int, re.findall(r"kWidth = (\d+)", form)))
-        self.kernels.append(CompiledKernel(about["name"], about["shared"], widths))
+        form, binary = (Path(metadata_group[f"{about['name']}.{kind}"]) for kind in ("ttgir", "cubin"))
+        self.kernels.append(CompiledKernel(about["name"], about["shared"], form, binary))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.numerics.synthetic import random_matrix
+from tests.models.kernels.compiled_code import disassemble, find_torn_sums, read_operand_widths
 
 CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3
     CudaCapability(8, 0): (False, False, False),
@@ -35,6 +36,7 @@ def test_a_processor_has_no_capability() -> None:
 compiled = pytest.importorskip(
     "tests.models.kernels.compiled_kernels", reason="Triton comes with CUDA builds of torch", exc_type=ImportError
 )
+knobs = pytest.importorskip("triton").knobs
 
 Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
 FP8 = StepLayout("e4m3", 128, scale="float32")
@@ -105,6 +107,7 @@ def check(target: str, body, cache: str) -> None:
     for kernel in found.kernels:
         assert kernel.shared <= traits.shared, kernel
         assert traits.capability.has_hopper_kernels or "ahead" not in kernel.name
+        assert not find_torn_sums(disassemble(kernel.binary, knobs.nvidia.nvdisasm.path)), kernel
 
 
 @pytest.mark.timeout(300)
@@ -136,7 +139,7 @@ def test_kernels_of_the_gated_delta_rule_hold_operands_in_one_way(value_size, ca
     with compiled.compile_for(traits, cache) as found:
         layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 1024)
         layer(compiled.TritonKernels(compiled.CPU, traits=traits))
-    widths = {(kernel.name, width) for kernel in found.kernels for width in kernel.widths}
+    widths = {(kernel.name, width) for kernel in found.kernels for width in read_operand_widths(kernel.form)}
     assert widths == {(name, 2) for name in ("factor", "scan", "read_single_rows", "factor_and_read")}
 
 
