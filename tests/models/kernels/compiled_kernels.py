@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,10 +58,15 @@ Body = Callable[[TritonKernels], None]
 
 @frozen
 class CompiledKernel:
-    """The name of a compiled kernel, and the bytes of shared memory of one program."""
+    """The name of a compiled kernel, and the bytes of shared memory of one program.
+
+    form: its file in Triton's language for GPUs. binary: that of its machine code.
+    """
 
     name: str
     shared: int
+    form: Path
+    binary: Path
 
 
 @define
@@ -69,9 +75,10 @@ class Compilation:
 
     kernels: list[CompiledKernel] = field(factory=list[CompiledKernel])
 
-    def __call__(self, *, metadata: Any, **_: object) -> None:
+    def __call__(self, *, metadata: Any, metadata_group: dict[str, str], **_: object) -> None:
         about = metadata if isinstance(metadata, dict) else metadata._asdict()
-        self.kernels.append(CompiledKernel(about["name"], about["shared"]))
+        form, binary = (Path(metadata_group[f"{about['name']}.{kind}"]) for kind in ("ttgir", "cubin"))
+        self.kernels.append(CompiledKernel(about["name"], about["shared"], form, binary))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.numerics.synthetic import random_matrix
+from tests.models.kernels.compiled_code import disassemble, find_torn_sums, read_operand_widths
 
 CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3
     CudaCapability(8, 0): (False, False, False),
@@ -35,6 +36,7 @@ def test_a_processor_has_no_capability() -> None:
 compiled = pytest.importorskip(
     "tests.models.kernels.compiled_kernels", reason="Triton comes with CUDA builds of torch", exc_type=ImportError
 )
+knobs = pytest.importorskip("triton").knobs
 
 Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
 FP8 = StepLayout("e4m3", 128, scale="float32")
@@ -105,6 +107,7 @@ def check(target: str, body, cache: str) -> None:
     for kernel in found.kernels:
         assert kernel.shared <= traits.shared, kernel
         assert traits.capability.has_hopper_kernels or "ahead" not in kernel.name
+        assert not find_torn_sums(disassemble(kernel.binary, knobs.nvidia.nvdisasm.path)), kernel
 
 
 @pytest.mark.timeout(300)
@@ -125,6 +128,19 @@ def test_weights_of_many_outputs_come_ahead_on_hopper_only(target, name, cache):
         compiled.multiply_packed(LAYOUTS["AWQ"], 16384, 4)(compiled.TritonKernels(compiled.CPU, traits=traits))
     assert {kernel.name for kernel in found.kernels} == {name}
     assert all(kernel.shared <= traits.shared for kernel in found.kernels)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("value_size", [64, 128])
+def test_kernels_of_the_gated_delta_rule_hold_operands_in_one_way(value_size, cache):
+    """Other fragments would add in another order, so that a row had other bits beside other rows."""
+    traits = compiled.TARGETS["sm_90"]
+    with compiled.compile_for(traits, cache) as found:
+        layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 1024)
+        layer(compiled.TritonKernels(compiled.CPU, traits=traits))
+    widths = {(kernel.name, width) for kernel in found.kernels for width in read_operand_widths(kernel.form)}
+    assert widths == {(name, 2) for name in ("factor", "scan", "read_single_rows", "factor_and_read")}
 
 
 @pytest.mark.long

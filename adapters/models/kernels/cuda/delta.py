@@ -29,8 +29,8 @@ from adapters.models.kernels.interfaces.delta_interface import (
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_factor, delta_rows, delta_single
-from adapters.models.kernels.triton.hopper import hopper_delta
+from adapters.models.kernels.triton import delta, delta_factor, delta_rows
+from adapters.models.kernels.triton.hopper import hopper_delta, hopper_single
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
@@ -145,7 +145,7 @@ class CudaDelta:
         if singles is not None:
             joint = (plan.chunks, singles, *inputs, *factors, state.memory, out, gates.stride(0), len(singles), scale)
             grid = len(singles) + limit, shape.value_heads
-            launch(delta_single.factor_and_read, grid, *joint, TILE=tile, **sizes, **wide)
+            launch(hopper_single.factor_and_read, grid, *joint, TILE=tile, **sizes, **wide)
         else:
             given = (plan.chunks, *inputs, *factors, gates.stride(0), scale)
             launch(delta_factor.factor, (limit, shape.value_heads), *given, **sizes, **wide)

@@ -9,7 +9,8 @@ from torch import Tensor
 from adapters.models.kernels.cuda.descriptors import LaunchArguments
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta_rows, delta_single
+from adapters.models.kernels.triton import delta_rows
+from adapters.models.kernels.triton.hopper import hopper_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
@@ -51,7 +52,7 @@ def read_single_rows(
     rows = len(convolved)
     out = torch.empty(rows, shape.value_heads, shape.value_size, device=convolved.device)
     launch(
-        delta_single.read_single_rows,
+        hopper_single.read_single_rows,
         (rows, shape.value_heads),
         batch.slots,
         batch.positions,

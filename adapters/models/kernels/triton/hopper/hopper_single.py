@@ -17,14 +17,11 @@ from adapters.models.kernels.triton.delta_factor import (
     CHUNK,
     RING,
     _factor_chunk,
-    _factor_rows,
     _load_gates,
-    _mix_rows,
     _product,
-    _rows,
-    _split,
     _transpose_parts,
 )
+from adapters.models.kernels.triton.hopper.hopper_factor import _factor_rows, _hide_origin, _split, _unite
 
 
 @triton.jit
@@ -128,6 +125,14 @@ def factor_and_read(
 
 
 @triton.jit
+def _fetch(pointers):
+    """Bring the lines of memory that hold these addresses nearer."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _read_row(
     convolved_ptr,
     gates_ptr,
@@ -154,45 +159,61 @@ def _read_row(
 ):
     """Compute what one real row reads of one head. WAITS: kernels before this one may still run."""
     width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
-    whole: tl.constexpr = width + KEY_HEADS * DK
     old = position % CHUNK
     base = position - old
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, DK)
-    keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
-    kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row, 1, slot, base, old)
-    kept_gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
+    is_old = i < old
+    is_new = i == old
+    exists = i <= old
+    key = head // (HEADS // KEY_HEADS) * DK
+    values = KEY_HEADS * DK + head * DV
+    ring = kept_ptr + (slot * RING + base % RING) * width
+    fresh = convolved_ptr + row * (width + KEY_HEADS * DK)
+    memory = memory_ptr + (slot * HEADS + head) * DK * DV
+    if base > 0:
+        _fetch(memory + tl.arange(0, DK * DV // 32) * 32)
+    # One thread fetches 128 bytes.
+    in_row: tl.constexpr = DK // 64
+    n = tl.arange(0, CHUNK * in_row)
+    _fetch(ring + n // in_row * width + key + n % in_row * 64)
+    in_value: tl.constexpr = DV // 64
+    n = tl.arange(0, CHUNK * in_value)
+    _fetch(ring + n // in_value * width + values + n % in_value * 64)
+    kept_gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + base % RING + i
     kept_beta = tl.load(kept_gates, is_old, 0.0)
     kept_rate = tl.load(kept_gates + RING, is_old, 0.0)
-    k_old = tl.load(kept[:, None] + keys, is_old[:, None], 0.0)
     if WAITS:
         gdc_wait()
-    gates = gates_ptr + (row + i - old) * gates_stride + head
+    gates = gates_ptr + row * gates_stride + head + i * 0
     beta, rate = _load_gates(gates, rate_ptr + head, bias_ptr + head, is_new, kept_beta, kept_rate, HEADS)
     tl.store(kept_gates, beta, is_new)
     tl.store(kept_gates + RING, rate, is_new)
     g = tl.cumsum(rate, 0)
-    k_new = tl.load(step[:, None] + KEY_HEADS * DK + keys, is_new[:, None], 0.0)
-    k = _split(tl.where(is_old[:, None], k_old, k_new), INPUTS)
+    g_own = tl.sum(tl.where(is_new, g, 0.0), 0)
+    rows = tl.where(is_old, ring + i * width, fresh + KEY_HEADS * DK + i * 0)[:, None]
+    k = _split(tl.load(rows + key + d[None, :], exists[:, None], 0.0), INPUTS)
     k_turned = _transpose_parts(k, INPUTS)
-    t_parts = _split(_factor_rows(k, k_turned, g, beta, old + 1, INPUTS, PARTS), PARTS)
-    r = old // BLOCK * BLOCK + tl.arange(0, BLOCK)
-    is_read = (r == old)[:, None]
-    q = _split(tl.load(convolved_ptr + (row + r - old)[:, None] * whole + keys, is_read, 0.0), INPUTS)
-    mix = _mix_rows(q, k_turned, t_parts, g, r, scale, INPUTS, PARTS, BLOCK)
-    own = tl.sum(tl.where(r[:, None] == i[None, :], g[None, :], 0.0), 1)
-    memory = memory_ptr + (slot * HEADS + head) * DK * DV + d[:, None] * DV
+    left, right = _factor_rows(k, k_turned, g, beta, old + 1, INPUTS, PARTS)
+    t_parts = _split(_hide_origin(_unite(left, right)), PARTS)
+    # The smallest product has 16 rows. All of them are the one row that reads.
+    q = _split(tl.broadcast_to(tl.load(fresh + key + d)[None, :], (BLOCK, DK)), INPUTS)
+    decayed = tl.where(exists, tl.exp(tl.where(exists, g_own - g, 0.0)), 0.0)
+    none = tl.zeros((BLOCK, CHUNK), tl.float32)
+    p = decayed[None, :] * (_product(q, k_turned, none, INPUTS, INPUTS, PARTS) * scale)
+    mix = _split(_product(_split(p, PARTS), t_parts, none, PARTS, PARTS, PARTS), PARTS)
+    grown = tl.exp(g)
+    own = tl.exp(g_own) * scale
+    is_first = tl.arange(0, BLOCK)[:, None] == 0
     for tile in tl.static_range(DV // TILE):
         v = tile * TILE + tl.arange(0, TILE)[None, :]
-        values = KEY_HEADS * DK + head * DV + v
-        state = tl.load(memory + v, (d < DK)[:, None] & (base > 0), 0.0)
-        value_old = tl.load(kept[:, None] + values, is_old[:, None], 0.0)
-        value_new = tl.load(step[:, None] + KEY_HEADS * DK + values, is_new[:, None], 0.0)
-        value = tl.where(is_old[:, None], value_old, value_new)
-        states = _split(state, PARTS)
+        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
+        value = tl.load(rows + values + v, exists[:, None], 0.0)
+        states = _split(state, PARTS, True)  # or it would be done for each of two products
         known = _product(k, states, tl.zeros((CHUNK, TILE), tl.float32), INPUTS, PARTS, PARTS)
-        u = _split(beta[:, None] * (value.to(tl.float32) - tl.exp(g)[:, None] * known), PARTS)
+        u = _split(beta[:, None] * (value.to(tl.float32) - grown[:, None] * known), PARTS)
         none = tl.zeros((BLOCK, TILE), tl.float32)
-        read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
+        read = _product(q, states, none, INPUTS, PARTS, PARTS) * own
         read = _product(mix, u, read, PARTS, PARTS, PARTS)
-        tl.store(out_ptr + ((row + r - old) * HEADS + head)[:, None] * DV + v, read, is_read)
+        to = out_ptr + (row * HEADS + head) * DV + v
+        tl.store(tl.broadcast_to(to, (BLOCK, TILE)), read, is_first)
