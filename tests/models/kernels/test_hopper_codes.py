@@ -45,17 +45,18 @@ def take_apart(rows: Tensor, head: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-def test_every_code_becomes_its_number(codes, name):
+def test_every_code_becomes_its_number(name):
+    numbers = load_kernels(f"{HOPPER}.hopper_numbers")
     every = torch.arange(256, dtype=torch.uint8)
     words = every.view(torch.int32)
     if name == "int4":
-        first, second, third, fourth = codes._number_int4(words)  # noqa: SLF001
+        first, second, third, fourth = numbers.number_int4(words)
         low = torch.stack((first, second), -1).flatten().view(BF16)
         high = torch.stack((third, fourth), -1).flatten().view(BF16)
         assert torch.equal(low, (2 * (every & 15).int() - 15).to(BF16))
         assert torch.equal(high, (2 * (every >> 4).int() - 15).to(BF16))
         return
-    number = codes._number_int8 if name == "int8" else codes._number_fp8  # noqa: SLF001
+    number = numbers.number_int8 if name == "int8" else numbers.number_fp8
     found = torch.stack(number(words), -1).flatten().view(BF16)
     expected = every.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).to(BF16)
     known = expected.isfinite()

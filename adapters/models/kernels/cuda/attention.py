@@ -51,7 +51,7 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_codes` names them
+CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_numbers` names them
 
 
 def count_splits(capacity: int, window: int, rows: int) -> int:
