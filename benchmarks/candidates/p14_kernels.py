@@ -8,12 +8,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_packed import lines_of_levels, lines_of_words, request_weights, take_weights
 from adapters.models.kernels.triton.hopper.hopper_packed_row import _fetch_row
-from adapters.models.kernels.triton import packed_single as ps
+from adapters.models.kernels.triton.hopper import hopper_row_registers as hr
 from adapters.models.kernels.triton.packed import add_pieces, lanes_of, load_block, locate_piece, restore, store_narrow
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
-_single_row = ps._fetch_row
-_single_take = ps._take_row
+_copy_row = hr._copy_row
+_multiply_block = hr._multiply_block
 
 
 @gluon.jit
@@ -46,12 +46,12 @@ def _clock():
     return gl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
 
 
-@gluon.jit(do_not_specialize=["units", "w_stride", "l_stride", "first", "size"])
+@gluon.jit(do_not_specialize=["units", "w_stride", "l_stride", "first", "size", "blocks"])
 def row_trial(
     words_desc, levels_desc, x_ptr, out_ptr, columns,
-    next_words, next_levels, units, w_stride, l_stride, first, size, clock_ptr,
+    next_words, next_levels, units, w_stride, l_stride, first, size, clock_ptr, own_words, own_levels, blocks,
     STEPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, GATED: gl.constexpr,
-    COMING: gl.constexpr, MODE: gl.constexpr, CLOCK: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    COMING: gl.constexpr, OWN: gl.constexpr, MODE: gl.constexpr, CLOCK: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
@@ -78,6 +78,8 @@ def row_trial(
     rings = (w_ring, l_ring)
     for at in gl.static_range(STAGES):
         request_weights(descriptors, rings, come, at, n0 // 8, at, True)
+    if OWN:
+        bring_own(own_words, own_levels, n0 // 8, BLOCK_N // 8, blocks, gl.cdiv(blocks * FORM.block, 128), OWN, FORM, num_warps)
     if COMING:
         bring_next(next_words, next_levels, units, w_stride, l_stride, first, size, num_warps)
     if PDL:
@@ -134,46 +136,54 @@ def row_trial(
         gl.store(at + 7, globaltimer())
 
 
-@gluon.jit(do_not_specialize=["blocks", "each", "units", "w_stride", "l_stride", "first_share", "size"])
+@gluon.jit
+def bring_own(words_ptr, levels_ptr, unit, UNITS: gl.constexpr, blocks, records, share, FORM: gl.constexpr, num_warps: gl.constexpr):
+    """Bring share / 4 of the words and levels of some units to L2."""
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    part = gl.arange(0, 32 * num_warps, layout=THREADS)
+    w_bytes = blocks * (512 * UNITS // 32)
+    l_bytes = records * (FORM.planes * 32 * UNITS // 32)
+    words = words_ptr.to(gl.int64) + (unit.to(gl.int64) * blocks) * 512 + part * w_bytes
+    levels = levels_ptr.to(gl.int64) + (unit.to(gl.int64) * records) * (FORM.planes * 32) + part * l_bytes
+    _prefetch(words, gl.where(part < 32, (w_bytes * share >> 2) & -16, 0))
+    _prefetch(levels, gl.where(part < 32, (l_bytes * share >> 2) & -16, 0))
+
+
+@gluon.jit(do_not_specialize=["blocks", "units", "w_stride", "l_stride", "first_share", "size"])
 def single_trial(
-    words_ptr, levels_ptr, x_ptr, out_ptr, columns, depth, blocks, each,
+    words_ptr, levels_ptr, x_ptr, out_ptr, columns, blocks,
     next_words, next_levels, units, w_stride, l_stride, first_share, size,
-    PIECES: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, COUNT: gl.constexpr, ROOM: gl.constexpr,
-    FORM: gl.constexpr, GATED: gl.constexpr, COMING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    EACH: gl.constexpr, PIECES: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr,
+    FORM: gl.constexpr, GATED: gl.constexpr, COMING: gl.constexpr, OWN: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANES: gl.constexpr = lanes_of(PIECES, num_warps, BLOCK_N)
+    PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
     n0 = gl.program_id(0) * BLOCK_N
     matrix = (words_ptr, levels_ptr)
     coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
-    PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
-    first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
+    first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * EACH
     held = ()
     for ahead in gl.static_range(AHEAD):
-        held = held + (load_block(matrix, coordinates, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)
+        held = held + (load_block(matrix, coordinates, first + ahead, blocks, FORM),)
+    if OWN:
+        bring_own(words_ptr, levels_ptr, n0 // 8, BLOCK_N // 8, blocks, gl.cdiv(blocks * FORM.block, 128), OWN, FORM, num_warps)
     if COMING:
         bring_next(next_words, next_levels, units, w_stride, l_stride, first_share, size, num_warps)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = _single_row(x_ptr, each, depth, ROOM, PIECES, FORM.block, num_warps)
+    row = _copy_row(x_ptr, EACH, PIECES, FORM.block, num_warps)
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    for step in range(0, COUNT - AHEAD, AHEAD):
+    for step in range(0, EACH - AHEAD, AHEAD):
         coming = ()
         for ahead in gl.static_range(AHEAD):
-            right = _single_take(row, step + ahead, BLOCK_M, RIGHT)
-            w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
-            block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
-            coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)
-            acc = mma_v2(w, right, acc)
+            acc = _multiply_block(acc, row, step + ahead, held[ahead], coordinates, dtype, FORM)
+            coming = coming + (load_block(matrix, coordinates, first + (step + AHEAD + ahead), blocks, FORM),)
         held = coming
     for ahead in gl.static_range(AHEAD):
-        right = _single_take(row, COUNT - AHEAD + ahead, BLOCK_M, RIGHT)
-        w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
-        acc = mma_v2(w, right, acc)
+        acc = _multiply_block(acc, row, EACH - AHEAD + ahead, held[ahead], coordinates, dtype, FORM)
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, 0, 1, columns, 0, dtype, GATED)

@@ -7,7 +7,7 @@ from adapters.models.kernels.cuda import packed, packed_ahead
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed_ahead import AheadTile
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed
+from adapters.models.kernels.triton.hopper import hopper_packed, hopper_row_registers
 from adapters.models.kernels.triton_launch import launch
 from benchmarks import packed_kernels as pk
 from benchmarks.candidates import p14_kernels as kernels14
@@ -45,16 +45,18 @@ def run(spec, x, weight, out, *, gated, pdl):
         return
     options = launch_options(p["w"], pdl) | {"maxnreg": p["g"]}
     grid = (count_parts(weight.outputs, p["R"]),)
-    if kind == "s":
-        each, ahead = weight.piece // form.block, p["x"] // form.block
-        count = count_parts(each, ahead) * ahead
-        constants = {"PIECES": weight.pieces, "BLOCK_N": p["R"], "AHEAD": ahead, "COUNT": count, "ROOM": round_up_to_power(count), "FORM": form, "GATED": gated, "COMING": comes}
-        launch(kernels14.single_trial, grid, *weight.tensors, x, out, weight.outputs, weight.columns, weight.blocks, each, *coming, **constants, **options)
+    if kind in "sh":
+        constants = {"EACH": weight.piece // form.block, "PIECES": weight.pieces, "BLOCK_N": p["R"], "AHEAD": p["x"] // form.block, "FORM": form, "GATED": gated}
+        if kind == "h" and not comes:
+            launch(hopper_row_registers.packed_row_registers, grid, *weight.tensors, x, out, weight.outputs, weight.blocks, **constants, **options)
+            return
+        constants |= {"COMING": comes, "OWN": p.get("o", 0)}
+        launch(kernels14.single_trial, grid, *weight.tensors, x, out, weight.outputs, weight.blocks, *coming, **constants, **options)
         return
     tile = row_tile(spec, weight)
     clock = CLOCKS[-1] if CLOCKS and "c1" in spec else weight.words.view(-1)
-    constants = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages, "FORM": form, "GATED": gated, "COMING": comes, "MODE": p.get("M", 0), "CLOCK": int("c1" in spec)}
-    launch(kernels14.row_trial, grid, *packed_ahead._describe_weight(weight, tile), x, out, weight.outputs, *coming, clock, **constants, **options)
+    constants = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages, "FORM": form, "GATED": gated, "COMING": comes, "OWN": p.get("o", 0), "MODE": p.get("M", 0), "CLOCK": int("c1" in spec)}
+    launch(kernels14.row_trial, grid, *packed_ahead._describe_weight(weight, tile), x, out, weight.outputs, *coming, clock, *weight.tensors, weight.blocks, **constants, **options)
 def row_tile(spec, weight):
     _, p = parse(spec)
     old, packed_ahead._MOST_PROGRAMS = packed_ahead._MOST_PROGRAMS, p.get("m", 3)
@@ -75,17 +77,17 @@ def multiply_row(x, weight, out, tile, *, gated, pdl):
     MULTIPLY_ROW(x, weight, out, tile, gated=gated, pdl=pdl)
 packed_ahead.choose_row_tile = choose
 packed_ahead.multiply_row = multiply_row
-A4, R8 = dict(qkv="s16x256w8g128", o="s16x512w8g128", down="s16x256w8g128"), dict(qkv="r16x128w8g80", o="r16x128w8g80", down="r16x128w8g80")
+A4, R8 = dict(qkv="h16x256w8g128", o="h16x512w8g128", down="h16x256w8g128"), dict(qkv="r16x128w8g80", o="r16x128w8g80", down="r16x128w8g80")
 GATES = {
-    "q4_k": ["r64x512w4g168", "r64x512w4g128", "a64x256w4g128k6X2", "a64x512w4g168k2X2"],
-    "awq": ["r64x512w4g168", "r64x256w4g168", "a64x512w4g168k3X2", "a64x256w4g168k6X2"],
-    "q8_0": ["r64x256w4g168", "a64x256w4g168k3X3", "a64x256w4g168k3X2", "a64x128w4g128k6X3", "r64x128w4g128"],
+    "q4_k": ["r64x512w4g168", "r64x512w4g168o4", "r64x512w4g168o2", "a64x256w4g128k6X2"],
+    "awq": ["r64x512w4g168", "r64x512w4g168o4", "r64x512w4g168o2", "r64x256w4g168", "a64x512w4g168k3X2"],
+    "q8_0": ["r64x256w4g168", "a64x256w4g168k3X3", "a64x256w4g168k3X2", "r64x128w4g128"],
     "fp8": ["r64x128w4g128", "r64x256w4g128", "r64x512w4g168"],
 }
 PIECES = {
-    "q4_k": [dict(down="s32x256w16g128"), dict(o="s32x256w16g128"), dict(down="s16x512w8g128"), dict(down="r16x256w8g128"), dict(qkv="s16x256w8g80"), dict(qkv="s16x512w8g128")],
-    "awq": [dict(down="s32x256w16g128"), dict(o="s32x256w16g128"), dict(down="s16x512w8g128"), dict(down="r16x256w8g128"), dict(qkv="s16x256w8g80")],
-    "q8_0": [dict(qkv="r16x256w8g168"), dict(down="r16x256w8g168"), dict(o="r16x256w8g168")],
+    "q4_k": [dict(down="s16x256w8g128o4"), dict(down="s16x256w8g128o2"), dict(down="h32x256w16g128"), dict(o="h32x256w16g128"), dict(down="h16x512w8g128"), dict(down="r16x256w8g128"), dict(qkv="h16x512w8g128"), dict(o="h16x256w8g128")],
+    "awq": [dict(down="s16x256w8g128o4"), dict(down="s16x256w8g128o2"), dict(down="h32x256w16g128"), dict(down="h16x512w8g128"), dict(down="r16x256w8g128"), dict(qkv="h16x512w8g128")],
+    "q8_0": [dict(qkv="r16x256w8g168"), dict(down="r16x256w8g168"), dict(o="r16x256w8g168"), dict(down="r16x128w8g80o4")],
     "fp8": [dict(qkv="r16x256w8g80"), dict(down="r16x256w8g80")],
 }
 NEXTS = {"q4_k": [(96, 64), (96, 128), (0, 96)], "awq": [(96, 64), (96, 128), (0, 96)], "q8_0": [(56, 32), (56, 64), (56, 96), (0, 96)], "fp8": [(64, 32), (64, 64), (64, 96), (0, 96)]}
@@ -140,7 +142,7 @@ def model(name, layers=36, warm=False):
             for _ in range(2):
                 got = shard.forward(Step((Segment(0, 1500, 1),), 1), torch.arange(100, 101, device=DEVICE)).hidden[:1].clone().view(torch.int16)
             first.append(got)
-            took = min(decode(shard, 2048, 6 if warm else 20, fetch=False, bucket=1) for _ in range(1 if warm else 3))
+            took = min(decode(shard, 2048, 6 if warm else 16, fetch=False, bucket=1) for _ in range(1 if warm else 3))
         except Exception as e:
             say("FAILED", label, k, repr(e)[:200]); return 1.0
         say("decode", name, f"{took*1e3:.3f} ms, {size/speed/took:.3f}, bits {torch.equal(got, first[0])}: {label} {coming or ''} {dict(k)}")
