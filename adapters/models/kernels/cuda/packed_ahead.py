@@ -12,7 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_row, hopper_packed_wide
+from adapters.models.kernels.triton.hopper import (
+    hopper_packed,
+    hopper_packed_row,
+    hopper_packed_wide,
+    hopper_row_registers,
+)
 from adapters.models.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
@@ -35,8 +40,9 @@ _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
 @frozen
 class AheadTile:
-    """Rows of the weight that a program has, columns of a step, steps that shared memory holds, and warps. registers:
-    the most of a thread.
+    """Rows of the weight that a program has, columns of a step, steps that shared memory holds, and warps.
+
+    stages: 0: words of one step wait in registers instead, of products of one row. registers: the most of a thread.
     """
 
     outputs: int
@@ -107,17 +113,19 @@ def multiply_row(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
 ) -> None:
     """Multiply one row. The columns of a piece are whole steps of the tile."""
-    constants = {
-        "STEPS": weight.piece // tile.columns,
-        "COLUMNS": tile.columns,
-        "STAGES": tile.stages,
-        "FORM": weight.block_form,
-        "GATED": gated,
-    }
+    form = weight.block_form
+    constants = {"FORM": form, "GATED": gated}
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     grid = (count_parts(weight.outputs, tile.outputs),)
-    given = (*_describe_weight(weight, tile), x, out, weight.outputs)
-    launch(hopper_packed_row.packed_row, grid, *given, **constants, **options)
+    if tile.stages > 0:
+        constants |= {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        given = (*_describe_weight(weight, tile), x, out, weight.outputs)
+        launch(hopper_packed_row.packed_row, grid, *given, **constants, **options)
+        return
+    constants |= {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
+    constants |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
+    given = (*weight.tensors, x, out, weight.outputs, weight.blocks)
+    launch(hopper_row_registers.packed_row_registers, grid, *given, **constants, **options)
 
 
 def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
