@@ -60,12 +60,15 @@ def run(spec, x, weight, out, *, gated, pdl):
 def row_tile(spec, weight):
     _, p = parse(spec)
     old, packed_ahead._MOST_PROGRAMS = packed_ahead._MOST_PROGRAMS, p.get("m", 3)
-    tile = packed_ahead.fill_memory(AheadTile(p["R"], p["x"], 0, p["w"], p["g"]), weight, PROCESSORS, SHARED)
+    tile = packed_ahead.fill_memory(AheadTile(p["R"], p["x"], 2, p["w"], p["g"]), weight, PROCESSORS, SHARED)
     packed_ahead._MOST_PROGRAMS = old
     return tile
 def choose(x, weight, processors, shared):
     spec = PLAN.get(key_of(weight))
     if len(x) != 1 or x.dtype != DTYPE: return None
+    if spec == "none":
+        LAST[0] = None
+        return None
     if spec: return spec
     tile = CHOOSE(x, weight, processors, shared)
     if tile is None: LAST[0] = None
@@ -92,6 +95,13 @@ PIECES = {
 }
 NEXTS = {"q4_k": [(96, 64), (96, 128), (0, 96)], "awq": [(96, 64), (96, 128), (0, 96)], "q8_0": [(56, 32), (56, 64), (56, 96), (0, 96)], "fp8": [(64, 32), (64, 64), (64, 96), (0, 96)]}
 BASE = {"q4_k": A4, "awq": A4, "q8_0": R8, "fp8": R8}
+NONE = dict(qkv="none", o="none", down="none", gate="none")
+FINAL = {
+    "q4_k": [NONE, dict(gate="none"), dict(gate="r64x512w4g168"), dict(qkv="h16x256w8g128")],
+    "awq": [NONE, dict(qkv="h16x256w8g128"), dict(gate="none")],
+    "q8_0": [dict(gate="none", down="r16x128w8g80"), dict(down="r16x128w8g80"), dict(gate="none")],
+    "fp8": [dict(qkv="r16x256w8g80"), dict(gate="r64x256w4g128")],
+}
 def plan(**k):
     PLAN.clear(); PLAN.update({a: b for a, b in k.items() if b})
 def run_coming(spec, x, w, out, pdl):
@@ -168,27 +178,12 @@ def model(name, layers=36, warm=False):
         say("clock", name, spec, f"cycles before wait {mid(t[:, 3])} row {mid(t[:, 4])} loop {mid(t[:, 5])} end {mid(t[:, 6])}; ns from first start: starts {mid(t[:, 1] - g)} waited {mid(t[:, 2] - g)} ended {mid(t[:, 7] - g)}; most on a processor {torch.bincount(t[:, 0]).max()}", "cycles/ns", f"{(t[:, 3:7].sum(1) / (t[:, 7] - t[:, 1])).median():.3f}")
         CLOCKS.clear()
     base = BASE[name]
-    measure("main")
+    measure("final")
     if warm:
+        for k in FINAL[name]: measure("warm", **k)
         return
-    best, best_took = dict(base), measure("base", **base)
-    for spec in GATES[name]:
-        took = measure("", **base | {"gate": spec})
-        if took < best_took: best, best_took = base | {"gate": spec}, took
-    plan(**best); COMING.clear(); kernels.graphs._graphs.clear(); shown("gate")
-    gated = dict(best)
-    for k in PIECES[name]:
-        took = measure("", **gated | k)
-        if took < best_took: best, best_took = gated | k, took
-    for share in NEXTS[name]: measure("L2", coming={"o": share}, **gated)
-    if gated.get("gate", "a")[0] == "r": measure("L2 down", coming={"gate": (0, 96)}, **gated)
-    measure("best", **best)
-    say("BEST", name, best, f"{best_took*1e3:.3f} ms {size/speed/best_took:.3f}")
-    if name != "fp8":
-        spec = GATES[name][0]
-        clocked(spec + "c1", **base)
-        for more in ("M1", "M2"): measure("parts left out, numbers are wrong", **base | {"gate": spec + more})
-    plan(**best); COMING.clear(); kernels.graphs._graphs.clear(); shown("best")
+    for k in FINAL[name]: measure("", **k)
+    measure("final"); plan(); kernels.graphs._graphs.clear(); shown("final")
     say("done", name)
 if __name__ == "__main__":
     action, name = sys.argv[1:3]

@@ -63,7 +63,8 @@ def _multiply_block(acc, row, step, packed, coordinates, dtype: gl.constexpr, FO
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
     right = columns_of_x[:, :, None].broadcast_to([acc.shape[0], FORM.block, acc.shape[2]])
-    w = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
+    SHARES: gl.constexpr = FORM.has_scale_of_word
+    w = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM, True, SHARES), LEFT, assert_trivial=True)
     return mma_v2(w, right, acc)
 
 
