@@ -7,8 +7,9 @@ This measures what `benchmarks.cuda_model` does, first for weights in bf16 and t
 Q6_K, as files have it. AWQ and FP8 have a head in bf16, as folders have it. A token reads all weights but the
 embedding, with their scales, and keys and values; of experts, only those that its row goes through. The limit is these
 bytes over the best bandwidth of the run. `fetched`: the host fetches each token before the next step begins. `queued`:
-tokens stay on the device and steps are launched ahead, as a server does (`benchmarks.packed_served` measures one). `exact` says whether rows have the same bits
-at every bucket. Prefill is the best of three runs of 8,192 tokens in chunks.
+tokens stay on the device and steps are launched ahead, as a server does. `benchmarks.packed_served` measures servers.
+`exact` says whether rows have the same bits at every bucket. Prefill is the best of three runs of 8,192 tokens in
+chunks.
 """
 
 from __future__ import annotations
