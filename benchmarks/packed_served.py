@@ -17,12 +17,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
+from attrs import asdict, frozen
 
-from adapters.models.families.qwen3 import FAMILY
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DTYPE, bandwidth
 from benchmarks.cuda_packed import CONTEXT, GOALS, LAYERS, laid_out
@@ -33,14 +33,30 @@ from benchmarks.peer_servers import ROOT, serve_ours, start_all
 from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 
+MODULE = "benchmarks.packed_served"
 SHAPE = "8b"
 ROUNDS = 3
 MARGIN = 256  # rows of a slot that nothing is asked of
 PROCESSOR_SPEED = 1e10  # bytes a second of a processor, about; its figures say nothing
 
 
-def measure_server(url: str, config: Any, speed: float) -> dict[str, Any]:
-    """Return the milliseconds of a token, and their share of the limit."""
+@frozen
+class Served:
+    """What was measured of one server. ready, each: in seconds, until it was ready, and of a token in each round.
+
+    token_bytes: that a token must read.
+    """
+
+    ready: float
+    each: list[float]
+    token_bytes: int
+
+    def compute_share(self, speed: float) -> float:
+        """Return the share of the limit that is reached, in %. speed: of memory, bytes a second."""
+        return 100 * self.token_bytes / speed / median(self.each)
+
+
+def measure_server(url: str, ready: float, config: Qwen3Config) -> Served:
     draw = random.Random(1)
     prompt = [draw.randrange(100, 4000) for _ in range(CONTEXT)]
     with httpx.Client(base_url=url, timeout=600) as client:
@@ -48,40 +64,33 @@ def measure_server(url: str, config: Any, speed: float) -> dict[str, Any]:
         placed = client.get("/props").json()["memory"]["models"]["target"]
     embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
     weights = placed["device"] - (0 if placed["host"] >= embedding else embedding)
-    limit = (weights + (CONTEXT + DECODED // 2) * config.kv_bytes_per_token(DTYPE)) / speed
-    return {
-        "ms a token": 1e3 * median(each),
-        "limit, ms": 1e3 * limit,
-        "share, %": 100 * limit / median(each),
-        "each": each,
-        "placed": placed,
-    }
+    return Served(ready, each, weights + (CONTEXT + DECODED // 2) * config.kv_bytes_per_token(DTYPE))
 
 
-def measure_formats(given: argparse.Namespace, speed: float) -> dict[str, dict[str, Any]]:
+def measure_formats(given: argparse.Namespace) -> dict[str, Served]:
     settings = make_settings(SHAPE, given.layers)
     config = FAMILY.parse(settings)
+    assert isinstance(config, Qwen3Config)
     with tempfile.TemporaryDirectory() as scratch:
         model = holes(Path(scratch) / "model", settings, config.tensors())
         checkpoint_texts(model, config.vocab_size)
-        words = ("--draft", "none")
         servers = {
-            name: serve_ours(model, ROOT, words, sized=True, module=("benchmarks.packed_served", "serve", name))
+            name: serve_ours(model, ROOT, ("--draft", "none"), sized=True, module=(MODULE, "serve", name))
             for name in given.formats
         }
-        found = dict[str, dict[str, Any]]()
+        found = dict[str, Served]()
         with start_all(servers, 1, CONTEXT + DECODED + MARGIN, Path(scratch)) as urls:
             for name, (url, ready) in urls.items():
-                found[name] = {"ready, s": ready, **measure_server(url, config, speed)}
+                found[name] = measure_server(url, ready, config)
                 print(name, found[name], flush=True)
     return found
 
 
-def make_figures(found: Mapping[str, Mapping[str, Any]], layers: int) -> list[Figure]:
+def make_figures(found: Mapping[str, Served], layers: int, speed: float) -> list[Figure]:
     subject = name_shape(SHAPE) + (f", {layers} layers" if layers else "")
     what = f"{subject}, decode over HTTP, of the limit of its bytes"
     return [
-        Figure("packed", what, name, "%", one["share, %"], goal=Goal(at_least=GOALS[name]))
+        Figure("packed", what, name, "%", one.compute_share(speed), goal=Goal(at_least=GOALS[name]))
         for name, one in found.items()
     ]
 
@@ -102,13 +111,20 @@ def main() -> None:
     if torch.cuda.is_available():
         speed = max(bandwidth().values())
         torch.cuda.empty_cache()
-    found = measure_formats(given, speed)
-    shown = ("ms a token", "limit, ms", "share, %", "ready, s")
-    print_table(
-        f"{speed / 1e12:.2f} TB/s",
-        [{"weights": name, **{key: one[key] for key in shown}} for name, one in found.items()],
-    )
-    publish(given, "packed_served", {"bandwidth": speed, **found}, make_figures(found, given.layers))
+    found = measure_formats(given)
+    rows = [
+        {
+            "weights": name,
+            "ms a token": 1e3 * median(one.each),
+            "of the limit": one.compute_share(speed) / 100,
+            "GB a token": one.token_bytes / 1e9,
+            "ready, s": one.ready,
+        }
+        for name, one in found.items()
+    ]
+    print_table(f"{speed / 1e12:.2f} TB/s", rows)
+    raw = {"bandwidth": speed} | {name: asdict(one) for name, one in found.items()}
+    publish(given, "packed_served", raw, make_figures(found, given.layers, speed))
 
 
 if __name__ == "__main__":
