@@ -27,17 +27,16 @@ from typing import Any
 
 import httpx
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from adapters.checkpoint.packed_matrix import MXFP4, StepLayout
 from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig
 from adapters.models.decoder.family import family_of
-from adapters.models.numerics.synthetic import RandomWeights
-from adapters.models.open_checkpoint import EXPERTS, Checkpoint
+from adapters.models.open_checkpoint import EXPERTS
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DTYPE, bandwidth
 from benchmarks.first_requests import ask, checkpoint_texts, listening
-from benchmarks.hybrid import DrawnTensor, holes
+from benchmarks.hybrid import holes, serve_drawn
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
 
@@ -225,22 +224,8 @@ def count_token_bytes(shape: PublishedShape, config: LayeredConfig, context: int
 
 def serve(shape: PublishedShape, layers: int, profile: Path, words: Sequence[str]) -> None:
     """Run `rekindle serve`, whose tensors are drawn."""
-    from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs it
-
-    opened = Checkpoint.open
-
-    def draw_tensors(*where: Any, **how: Any) -> Checkpoint:
-        found = opened(*where, **how)
-        layouts = shape.find_layouts(shape.parse(layers))
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        weights = RandomWeights(found.config, 1, device, DTYPE, layouts=layouts)
-        tensors = {name: DrawnTensor(entry, layouts.get(name), weights) for name, entry in found.tensors.items()}
-        return evolve(found, tensors=tensors)
-
-    Checkpoint.open = draw_tensors  # type: ignore[method-assign]
     threading.Thread(target=profile_when_asked, args=(profile,), daemon=True).start()
-    sys.argv = ["rekindle", "serve", *words]
-    rekindle()
+    serve_drawn(lambda _: shape.find_layouts(shape.parse(layers)), words)
 
 
 def profile_when_asked(file: Path) -> None:

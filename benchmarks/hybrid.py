@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -201,27 +201,31 @@ def holes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> Path:
     return path
 
 
-def serve(packing: str, gib: float, words: Sequence[str]) -> None:
-    """`rekindle serve`, whose tensors are drawn."""
+def serve_drawn(find_layouts: Callable[[Any], Mapping[str, StepLayout]], words: Sequence[str]) -> None:
+    """`rekindle serve`, whose tensors are drawn. find_layouts: of tensors that are packed, for the model's config."""
     from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs it
 
     opened = Checkpoint.open
 
-    def drawing(*where: Any, **how: Any) -> Checkpoint:
+    def draw_tensors(*where: Any, **how: Any) -> Checkpoint:
         found = opened(*where, **how)
-        assert isinstance(found.config, Qwen35Config)
-        weights = drawn(found.config, packing)
-        tensors = {
-            name: DrawnTensor(entry, weights.find_layout(name), weights) for name, entry in found.tensors.items()
-        }
+        layouts = find_layouts(found.config)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        weights = RandomWeights(found.config, 1, device, DTYPE, layouts=layouts)
+        tensors = {name: DrawnTensor(entry, layouts.get(name), weights) for name, entry in found.tensors.items()}
         return evolve(found, tensors=tensors)
 
-    Checkpoint.open = drawing  # type: ignore[method-assign]
+    Checkpoint.open = draw_tensors  # type: ignore[method-assign]
+    sys.argv = ["rekindle", "serve", *words]
+    rekindle()
+
+
+def serve(packing: str, gib: float, words: Sequence[str]) -> None:
+    """`rekindle serve` of the hybrid, and of its draft where it has one."""
     DraftCheckpoint.read = lambda self, name: DeviceDraft(self.config).read(name)  # type: ignore[method-assign]
     if gib:
         torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    sys.argv = ["rekindle", "serve", *words]
-    rekindle()
+    serve_drawn(lambda config: layouts_of(config, packing), words)
 
 
 @contextmanager

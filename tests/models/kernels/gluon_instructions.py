@@ -113,11 +113,16 @@ def run_instructions(text: str, _constraints: str, args: list[Any], *, dtype: An
         name, operands = statement.groups()
         if name == "bar.warp.sync":
             continue  # all lanes of a warp are here at once
-        if name == "mov.b32" and "{" in operands:  # a register is taken apart
+        if name == "mov.b32" and operands.startswith("{"):  # a register is taken apart
             parts, source = operands.rsplit(",", 1)
             low, high = (part.strip() for part in parts.strip("{} ").split(","))
             whole = registers[source.strip()]
             registers[low], registers[high] = whole & 0xFFFF, whole >> 16
+            continue
+        if name == "mov.b32" and operands.endswith("}"):  # a register is put together
+            to, parts = (part.strip("{} ") for part in operands.split(",", 1))
+            low, high = (registers[part.strip()] for part in parts.split(","))
+            registers[to] = low | high << 16
             continue
         to, *sources = (one.strip() for one in operands.split(","))
         found = [registers[one] if one in registers else as_register(int(one, 0)) for one in sources]

@@ -128,7 +128,8 @@ def test_sums_that_cancel_have_the_same_bits_with_every_tile(kernels, monkeypatc
     if not kernels.traits.capability.has_hopper_kernels:
         return
     tile = triton_ahead.choose_row_tile(x[:1], part, kernels.traits.processors, kernels.traits.shared)
-    for stages, row in itertools.product({2, tile.stages} if tile else (), (0, 7, 63)):
+    every = {2, tile.stages} if tile and tile.stages else {0} if tile else ()
+    for stages, row in itertools.product(every, (0, 7, 63)):
         out = torch.full_like(expected[:1], float("nan"))
         single = evolve(tile, stages=stages)
         triton_ahead.multiply_row(x[row : row + 1], part, out, single, gated=False, pdl=kernels.pdl)

@@ -35,7 +35,10 @@ BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
 LAUNCHERS = {
     triton_packed: ("packed",),
-    triton_ahead: ("hopper.hopper_packed", "hopper.hopper_packed_row", "hopper.hopper_packed_wide"),
+    triton_ahead: tuple(
+        f"hopper.{name}"
+        for name in ("hopper_packed", "hopper_packed_row", "hopper_packed_wide", "hopper_row_registers")
+    ),
     triton_groups: ("packed_groups", "hopper.hopper_groups"),
 }
 
@@ -134,14 +137,55 @@ def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, la
 @pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_one_row_is_multiplied_with_its_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
-    """Memory holds all steps, or fewer of them, so that it is used several times."""
+    """Memory holds all steps, or fewer of them, so that it is used several times. Or registers hold one step."""
     monkeypatch.setattr(triton_packed, "FEW", few)
     packed, numbers = pack(layout, 24, 4096)
     x = make_x(1, packed.columns)
     expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-    for stages in (2, 64):
-        tile = triton_ahead.AheadTile(16, 128, stages, 8, 80)
+    for stages, columns in ((2, 128), (64, 128), (0, 128), (0, 512)):
+        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80)
         out = torch.full((1, 24), float("nan"), dtype=BF16)
+        triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True)
+        assert torch.equal(out, expected), (stages, columns)
+
+
+def make_weight(name: str, outputs: int, columns: int) -> Any:
+    """Return a packed matrix whose words and levels have sizes and no memory."""
+    layout = LAYOUTS[name]
+    form = triton_packed.form_of(layout, converts_e4m3=True)
+    words = torch.empty(outputs // 8, -(-columns // form.block), 128, dtype=torch.int32, device="meta")
+    levels = torch.empty(outputs // 8, -(-columns // 128), form.planes, 8, dtype=torch.int32, device="meta")
+    return triton_packed.CudaPackedMatrix(layout, outputs, columns, words, levels, True)
+
+
+CHOSEN = {  # outputs, columns, then rows and columns of a tile, and whether its words wait in registers
+    "Q4_K": ((6144, 4096, (16, 256, True)), (4096, 4096, (16, 512, True)), (4096, 12288, (16, 256, True))),
+    "AWQ": ((24576, 4096, (64, 512, False)), (151936, 4096, None), (4096, 4096 + 128, None)),
+    "Q8_0": ((4096, 4096, (16, 128, False)), (4096, 12288, (16, 256, False)), (24576, 4096, (64, 256, False))),
+    "FP8": ((4096, 12288, (16, 128, False)), (24576, 4096, (64, 128, False))),
+    "Q6_K": ((4096, 4096, None), (24576, 4096, None)),
+    "AWQ by 16": ((4096, 4096, None),),
+}
+
+
+@pytest.mark.parametrize(("name", "cases"), CHOSEN.items(), ids=CHOSEN)
+def test_products_of_one_row_have_the_tiles_that_were_measured(name: str, cases: tuple[Any, ...]) -> None:
+    for outputs, columns, expected in cases:
+        weight = make_weight(name, outputs, columns)
+        tile = triton_ahead.choose_row_tile(make_x(1, columns), weight, 132, 227 << 10)
+        found = tile and (tile.outputs, tile.columns, tile.stages == 0)
+        assert found == expected, (outputs, columns)
+        assert triton_ahead.choose_row_tile(make_x(2, columns), weight, 132, 227 << 10) is None
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "FP8"])
+def test_a_row_is_copied_whole_where_a_piece_has_three_times_a_power_of_two_blocks(name: str) -> None:
+    packed, numbers = pack(LAYOUTS[name], 16, 6144)
+    x = make_x(1, packed.columns)
+    expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+    for stages in (0, 2):
+        out = torch.full((1, 16), float("nan"), dtype=BF16)
+        tile = triton_ahead.AheadTile(16, 256, stages, 8, 80)
         triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True)
         assert torch.equal(out, expected), stages
 

@@ -12,7 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.triton.hopper import hopper_packed, hopper_packed_row, hopper_packed_wide
+from adapters.models.kernels.triton.hopper import (
+    hopper_packed,
+    hopper_packed_row,
+    hopper_packed_wide,
+    hopper_row_registers,
+)
 from adapters.models.kernels.triton_launch import launch
 
 if TYPE_CHECKING:
@@ -24,19 +29,18 @@ _WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many ro
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
-_ROW_PIECES = (16, 128, 8, 80)  # of a tile: see `AheadTile`
-_ROW_CHAIN = (64, 128, 4, 128)
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
-_BARRIERS = 512  # bytes, at most
+_BARRIERS = 1 << 10  # bytes of barriers, and of scales on their way between lanes, at most
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
 
 @frozen
 class AheadTile:
-    """Rows of the weight that a program has, columns of a step, steps that shared memory holds, and warps. registers:
-    the most of a thread.
+    """Rows of the weight that a program has, columns of a step, steps that shared memory holds, and warps.
+
+    stages: 0: words of one step wait in registers instead, of products of one row. registers: the most of a thread.
     """
 
     outputs: int
@@ -72,24 +76,54 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
 
 
+# Of one row, for each kind of steps (decisions 057 and 058); `fill_memory` may find room for more stages.
+ROW_CHAINS = {
+    "e4m3": AheadTile(64, 128, 2, 4, 128),
+    "int8": AheadTile(64, 256, 2, 4, 168),
+    "uint4": AheadTile(64, 512, 2, 4, 168),
+}
+ROW_PIECES = AheadTile(16, 128, 2, 8, 80)
+LONG_PIECES = {"int8": AheadTile(16, 256, 2, 8, 168)}
+MANY_PIECES = {"e4m3": AheadTile(16, 256, 2, 8, 80)}  # of weights for which a processor has three programs at a time
+_LONG = 1024  # columns of a long piece
+
+
 def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
     """Choose the tile of a product of one row. None: other products are for it. shared: see `CudaPacking`.
 
-    Only formats for which it was quicker have one (decision 057). Four bits a number gain too little, and Q8_0 gains
-    in pieces only.
+    Only formats for which it was quicker have one.
     """
     layout = weight.layout
-    is_quicker = layout.steps == "e4m3" or (layout.steps == "int8" and weight.pieces > 1)
-    is_measured = is_quicker and layout.per == 1 and not layout.least
-    rows, columns, warps, registers = _ROW_CHAIN if weight.pieces == 1 else _ROW_PIECES
-    is_whole = weight.columns == weight.pieces * weight.piece and weight.piece % columns == 0
-    if len(x) != 1 or x.dtype != torch.bfloat16 or not is_measured or not is_whole:
+    is_quicker = layout.group >= 32 if layout.steps == "uint4" else layout.per == 1 and not layout.least
+    if len(x) != 1 or x.dtype != torch.bfloat16 or layout.steps not in ROW_CHAINS or not is_quicker:
         return None
-    return fill_memory(AheadTile(rows, columns, 0, warps, registers), weight, processors, shared)
+    tile = _choose_chain(weight, processors) if weight.pieces == 1 else _choose_pieces(weight, processors)
+    if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
+        return None
+    return fill_memory(tile, weight, processors, shared) if tile.stages > 0 else tile
+
+
+def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None:
+    """None: there are several rounds of programs, which keep memory busy by themselves."""
+    tile = ROW_CHAINS[weight.layout.steps]
+    return tile if count_parts(weight.outputs, tile.outputs) <= _MOST_PROGRAMS * processors else None
+
+
+def _choose_pieces(weight: CudaPackedMatrix, processors: int) -> AheadTile:
+    """Words of four bits wait in registers. With 80 of them, three programs run at a time instead of two."""
+    steps = weight.layout.steps
+    rows = ROW_PIECES.outputs
+    is_many = count_parts(weight.outputs, rows) > 2 * processors
+    if steps != "uint4":
+        found = LONG_PIECES if weight.piece >= _LONG else MANY_PIECES if is_many else {}
+        return found.get(steps, ROW_PIECES)
+    if is_many:
+        return AheadTile(rows, 256, 0, 8, 80)
+    return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128)
 
 
 def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
-    """Return the tile with as many stages as fit into memory together with a row of x. None: fewer than two fit.
+    """Return the tile with as many stages as fit into memory together with a row of x. None: fewer fit than it has.
 
     A processor has as many programs at a time as it takes to have all of them at once.
     """
@@ -100,24 +134,25 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     stage = tile.outputs // 8 * (words + levels)
     stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - 2 * weight.columns) // stage
     steps = weight.piece // tile.columns
-    return evolve(tile, stages=min(steps, stages)) if stages > 1 else None
+    return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
 
 
 def multiply_row(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
 ) -> None:
     """Multiply one row. The columns of a piece are whole steps of the tile."""
-    constants = {
-        "STEPS": weight.piece // tile.columns,
-        "COLUMNS": tile.columns,
-        "STAGES": tile.stages,
-        "FORM": weight.block_form,
-        "GATED": gated,
-    }
-    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
+    form = weight.block_form
+    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers, "FORM": form, "GATED": gated}
     grid = (count_parts(weight.outputs, tile.outputs),)
-    given = (*_describe_weight(weight, tile), x, out, weight.outputs)
-    launch(hopper_packed_row.packed_row, grid, *given, **constants, **options)
+    if tile.stages > 0:
+        sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        described = _describe_weight(weight, tile)
+        launch(hopper_packed_row.packed_row, grid, *described, x, out, weight.outputs, **sizes, **options)
+        return
+    sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
+    sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
+    given = (x, out, weight.outputs, weight.blocks)
+    launch(hopper_row_registers.packed_row_registers, grid, *weight.tensors, *given, **sizes, **options)
 
 
 def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:

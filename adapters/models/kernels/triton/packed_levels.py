@@ -92,6 +92,13 @@ class BlockForm:
         return self.steps in {"uint4", "int4"}
 
     @property
+    def has_scale_of_word(self) -> bool:
+        """True if each word of four bits has a whole scale and a whole minimum of its own. They take as many
+        instructions as the numbers of the word.
+        """
+        return self.steps == "uint4" and self.inner and self.least == "own" and self.group * 4 == self.block
+
+    @property
     def is_linear(self) -> bool:
         """True if bytes are multiplied as bits of a float32. A number is rounded once, which has to give what two
         roundings give.

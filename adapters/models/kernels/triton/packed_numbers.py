@@ -114,6 +114,50 @@ def _pair_scales(levels, c, power, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _share_pair_scales(levels, words, power, FORM: gl.constexpr):
+    """Return what `_pair_scales` does, of a form that `has_scale_of_word`. Each of the four lanes of a row computes
+    the scales of one of the four words, and the others get them from it.
+
+    Both numbers of a word are halves of one register. An instruction for pairs can read one half as both operands.
+    """
+    LAYOUT: gl.constexpr = words.type.layout
+    RANK: gl.constexpr = len(words.shape)
+    BEFORE: gl.constexpr = gl.SliceLayout(RANK - 1, LAYOUT)
+    if RANK == 5:
+        LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BEFORE)))
+        lane = gl.arange(0, 4, layout=LANE)[None, None, None, :, None]
+    else:
+        LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, BEFORE))
+        lane = gl.arange(0, 4, layout=LANE)[None, None, :, None]
+    both = _round_both(raised_scales_of(levels, lane, power, 133, FORM))
+    both = gl.convert_layout(both.reshape(both.shape[: RANK - 1]), gl.SliceLayout(RANK - 2, LAYOUT))
+    both = both[:, :, :, None, :] if RANK == 5 else both[:, :, None, :]
+    low = _take_half(both, "{a, a}")
+    return low, multiply_add_pairs(low, 0x3D803D80, -0x7FFF8000), _take_half(both, "{b, b}")  # a 16th
+
+
+@gluon.jit
+def _round_both(scales):
+    """Return a scale in the lower half, and what is added in the upper half."""
+    factor, below = scales
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [factor, below], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _take_half(both, HALVES: gl.constexpr):
+    """Return a half of a word twice. HALVES: a: the lower one. b: the upper one."""
+    TEXT: gl.constexpr = _move_text(HALVES)
+    return gl.inline_asm_elementwise(TEXT, "=r,r", [both], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _move_text(halves):
+    return "{ .reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, " + halves + "; }"
+
+
+@gluon.jit
 def _round_twice(number):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1
@@ -240,11 +284,21 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
+def numbers_of(
+    words,
+    levels,
+    c,
+    row,
+    dtype: gl.constexpr,
+    FORM: gl.constexpr,
+    SCALED: gl.constexpr,
+    SHARES: gl.constexpr = False,
+):
     """Return the numbers of words `[..., lanes, words]`, one of a pair, half of 16 columns, and half of 32.
 
     levels: those of the first and of the second 16 of each 32 columns. c: the number of each word. row: see
-    `find_power`. SCALED: return 2 ** -EXPONENT of the numbers, where `is_scaled` says so.
+    `find_power`. SCALED: return 2 ** -EXPONENT of the numbers, where `is_scaled` says so. SHARES: lanes share the work
+    of scales, of a form that `has_scale_of_word` in bfloat16.
     """
     first, second = levels
     power = find_power(row)
@@ -253,8 +307,12 @@ def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, S
         scale = scale_of_e2m1(first[0], c, FORM)
         found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
     elif FORM.is_paired and dtype == gl.bfloat16:
-        found = _four_paired(words, _pair_scales(first, c, power, FORM), SCALED)
-        found = gl.join(found, _four_paired(words >> 8, _pair_scales(second, c, power, FORM), SCALED))
+        if SHARES:
+            scales = _share_pair_scales(first, words, power, FORM)
+            found = gl.join(_four_paired(words, scales, SCALED), _four_paired(words >> 8, scales, SCALED))
+        else:
+            found = _four_paired(words, _pair_scales(first, c, power, FORM), SCALED)
+            found = gl.join(found, _four_paired(words >> 8, _pair_scales(second, c, power, FORM), SCALED))
     elif LINEAR:
         found = _four_bytes(words, raised_scales_of(first, c, power, 133, FORM))
     else:
@@ -265,12 +323,14 @@ def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, S
 
 
 @gluon.jit
-def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
+def weights_of(
+    packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr, SHARES: gl.constexpr = False
+):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order. SCALED: as in `numbers_of`.
+    left side of a product, in another order. SCALED, SHARES: as in `numbers_of`.
     """
     words, levels = packed
     n, _, c = coordinates
-    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED)
+    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED, SHARES)
     found = found.permute((0, 1, 3, 6, 5, 2, 4)) if FORM.block == 128 else found.permute((0, 1, 3, 5, 2, 4))
     return found.reshape((words.shape[0], words.shape[1], FORM.block))

@@ -156,7 +156,7 @@ def _levels(planes, like, SECOND: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
+def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, SHARES: gl.constexpr = False):
     """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them."""
     words = _take_words(lines)
     planes = _take_planes(levels)
@@ -166,7 +166,7 @@ def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
         second = _levels(planes, words, True, FORM)
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
     c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
-    found = numbers_of(words, (first, second), c, row, dtype, FORM, True)
+    found = numbers_of(words, (first, second), c, row, dtype, FORM, True, SHARES)
     is_long: gl.constexpr = FORM.block == 128
     found = found.permute((0, 1, 2, 4, 7, 6, 3, 5)) if is_long else found.permute((0, 1, 2, 4, 6, 3, 5))
     return found.reshape((words.shape[0], words.shape[1], words.shape[2] * FORM.block))

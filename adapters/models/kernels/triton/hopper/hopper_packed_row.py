@@ -119,7 +119,9 @@ def packed_row(
             request_weights(descriptors, rings, come, slot, n0 // 8, step + STAGES, True)
         columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
         right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
-        w = gl.convert_layout(take_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
+        w = gl.convert_layout(
+            take_weights(lines, levels, n0, dtype, FORM, FORM.has_scale_of_word), LEFT, assert_trivial=True
+        )
         acc = mma_v2(w, right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
