@@ -21,8 +21,8 @@ of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of i
 shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked
 (`benchmarks.peer_together`): vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, and our server with
 --defaults `--flags=--kv-memory=MIB`, as neither may take the rest of the memory. Our server has
-as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a
-server and its processes have in memory in the end, each with its share of common pages. "ready again" is the same
+as many slots as a part needs, as long as they must be, and no draft, or with --defaults what a plain `rekindle serve`
+has: copies of earlier text are proposed then. "memory" is what a server and its processes have in memory in the end, each with its share of common pages. "ready again" is the same
 command once more, when our server finds what the first one kept. Another checkout needs its products compiled (`python
 hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
 """
@@ -206,7 +206,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--vllm-exact", action="store_true", help="it runs batch-invariant as well, as one more server")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--flags", default="", help="further options of our server")
-    parser.add_argument("--defaults", action="store_true", help="our server chooses its slots and their length")
+    parser.add_argument("--defaults", action="store_true", help="our server has no options but those of --flags")
     parser.add_argument("--shape", choices=["demo", *DRAWN, *SHAPES], default="demo")
     parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
     parser.add_argument("--packing", choices=LISTERS, default="", help="weights are written packed")
