@@ -20,11 +20,12 @@ Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`)
 of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of its own then. --packing writes the 8b
 shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked
 (`benchmarks.peer_together`): vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, and our server with
---defaults `--flags=--kv-memory=MIB`, as neither may take the rest of the memory. Our server has
-as many slots as a part needs, as long as they must be, and no draft, or with --defaults what a plain `rekindle serve`
-has: copies of earlier text are proposed then. "memory" is what a server and its processes have in memory in the end, each with its share of common pages. "ready again" is the same
-command once more, when our server finds what the first one kept. Another checkout needs its products compiled (`python
-hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
+--defaults `--flags=--kv-memory=MIB`, as neither may take the rest of the memory. Our server has as many slots as a part
+needs, as long as they must be, and no draft. With --defaults it has what a plain `rekindle serve` has, and copies of
+earlier text are proposed. "memory" is what a server and its processes have in memory in the end, each with its share of
+common pages. "ready again" is the same command once more, when our server finds what the first one kept. Another
+checkout needs its products compiled (`python hatch_build.py`). Figures are medians of rounds. All of them need the
+machine for themselves.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ def main() -> None:
         rounds = measure(servers, Path(scratch), given)
     medians = {name: take_medians(runs) for name, runs in rounds.items()}
     first = next(iter(medians.values()))
-    print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in first])
+    shared = [what for what in first if all(what in one for one in medians.values())]
+    print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in shared])
     subject = name_subject(given)
     device = "auto" if given.shape != "demo" else "cpu"
     raw = {"rounds": rounds, "versions": versions}

@@ -71,27 +71,37 @@ def compute_size(given: argparse.Namespace) -> tuple[int, int]:
 def measure_together(servers: Mapping[str, Contender], scratch: Path, given: argparse.Namespace) -> Rounds:
     """Return the figures of each server and round. Servers start at the same moment and stay there.
 
-    After --limit seconds no further question is asked. The figures are then those of all questions before it.
+    After --limit seconds no further question is asked, and Ctrl-C ends the one that is being asked. The figures are
+    then those of the questions before.
     """
     found: Rounds = {name: [] for name in servers}
-    seed, started = time.time_ns(), time.monotonic()
+    started = time.monotonic()
     with start_all(servers, *compute_size(given), scratch) as urls:
         print("ready", {name: round(ready, 2) for name, (_, ready) in urls.items()}, flush=True)
         while given.wait_for and not given.wait_for.exists():
             time.sleep(POLL_S)
-        for number in range(given.rounds):
-            names = list(urls)[:: -1 if number % 2 else 1]
-            for name in names:
-                found[name].append({"ready, s": urls[name][1]})
-            for question in list_questions(given):
-                if time.monotonic() - started > given.limit:
-                    print(f"no time left for {question.name}, round {number + 1}", flush=True)
-                    return found
-                for name in names:
-                    figures = question.ask(urls[name][0], seed + number)
-                    print_found(f"{time.monotonic() - started:.0f} s, {name}", figures)
-                    found[name][-1] |= figures
+        try:
+            ask_rounds(urls, given, found, started)
+        except KeyboardInterrupt:
+            print("interrupted: these are the figures so far", flush=True)
     return found
+
+
+def ask_rounds(urls: Mapping[str, tuple[str, float]], given: argparse.Namespace, found: Rounds, started: float) -> None:
+    """Ask all questions of all rounds and add the figures to `found`. started: a time of the monotonic clock."""
+    seed = time.time_ns()
+    for number in range(given.rounds):
+        names = list(urls)[:: -1 if number % 2 else 1]
+        for name in names:
+            found[name].append({"ready, s": urls[name][1]})
+        for question in list_questions(given):
+            if time.monotonic() - started > given.limit:
+                print(f"no time left for {question.name}, round {number + 1}", flush=True)
+                return
+            for name in names:
+                figures = question.ask(urls[name][0], seed + number)
+                print_found(f"{time.monotonic() - started:.0f} s, {name}", figures)
+                found[name][-1] |= figures
 
 
 def print_found(name: str, found: Mapping[str, float]) -> None:
