@@ -26,24 +26,24 @@ Rounds: TypeAlias = dict[str, list[Figures]]  # of each server
 
 
 @frozen
-class Question:
+class PeerQuestion:
     """What all servers are asked alike. ask: takes a server's address and a round's seed, returns figures by name."""
 
     name: str
     ask: Callable[[str, int], Figures]
 
 
-def list_questions(given: argparse.Namespace) -> Iterator[Question]:
+def list_questions(given: argparse.Namespace) -> Iterator[PeerQuestion]:
     """List the questions of one round, in the order of --parts, --lengths and --levels."""
     for part in given.parts.split(","):
         if part == "agents":
-            yield Question(f"{given.sessions} sessions", partial(ask_agents, given=given))
+            yield PeerQuestion(f"{given.sessions} sessions", partial(ask_agents, given=given))
         elif part == "cold":
             for length in parse_numbers(given.lengths):
-                yield Question(f"cold prompts of {length}", partial(ask_cold_length, length=length, given=given))
+                yield PeerQuestion(f"cold prompts of {length}", partial(ask_cold_length, length=length, given=given))
         else:
             for level in parse_numbers(given.levels):
-                yield Question(f"{level} streams", partial(ask_stream_level, level=level, given=given))
+                yield PeerQuestion(f"{level} streams", partial(ask_stream_level, level=level, given=given))
 
 
 def ask_agents(url: str, seed: int, given: argparse.Namespace) -> Figures:
