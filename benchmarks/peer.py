@@ -18,39 +18,40 @@ the same folder as we do. --vllm-exact adds it once more in the mode where its a
 means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
 Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Shapes
 of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of its own then. --packing writes the 8b
-shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked:
-vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, as it may not take the rest of the memory. Our server has
-as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a
-server and its processes have in memory in the end, each with its share of common pages. "ready again" is the same
-command once more, when our server finds what the first one kept. Another checkout needs its products compiled (`python
-hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
+shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked
+(`benchmarks.peer_together`): vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, and our server with
+--defaults `--flags=--kv-memory=MIB`, as neither may take the rest of the memory. Our server has as many slots as a part
+needs, as long as they must be, and no draft. With --defaults it has what a plain `rekindle serve` has, and copies of
+earlier text are proposed. "memory" is what a server and its processes have in memory in the end, each with its share of
+common pages. "ready again" is the same command once more, when our server finds what the first one kept. Another
+checkout needs its products compiled (`python hatch_build.py`). Figures are medians of rounds. All of them need the
+machine for themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.agents_load import Workload, ask_in_turn, run_agents
+from benchmarks.agents_load import ask_in_turn, run_agents
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget
 from benchmarks.first_requests import SHAPES
 from benchmarks.packed_folders import LISTERS
-from benchmarks.peer_load import MEMORY, ask_cold, ask_streams, parse_numbers
+from benchmarks.peer_load import MEMORY, ask_cold, ask_streams, make_workload, parse_numbers
 from benchmarks.peer_models import DRAWN, HYBRID, make_servers, name_subject
-from benchmarks.peer_servers import POLL_S, Contender, listen, start_all
+from benchmarks.peer_servers import Contender, listen
+from benchmarks.peer_together import MARGIN, Rounds, compute_size, measure_together, print_found
 from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.tables import median, print_table
-from engine.tools.bench.bench_options import parse_lengths
 from engine.tools.bench.bench_prompts import LoadPrompt, draw_tokens, make_random
 
-MARGIN = 256  # rows that what is sent may take besides
 PARTS = ("streams", "cold", "agents", "restart")
-Rounds: TypeAlias = dict[str, list[dict[str, float]]]  # of each server
 
 
 def measure_streams(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
@@ -76,29 +77,6 @@ def measure_once(server: Contender, home: Path, given: argparse.Namespace) -> di
         return found | ask_streams(url, given) | ask_cold(url, given)
 
 
-def compute_size(given: argparse.Namespace) -> tuple[int, int]:
-    """Return the sequences and the rows of each that streams and cold prompts need."""
-    longest = max(given.prompts, *parse_numbers(given.lengths)) + given.answers + MARGIN
-    return max(parse_numbers(given.levels)), longest
-
-
-def measure_together(servers: Mapping[str, Contender], scratch: Path, given: argparse.Namespace) -> Rounds:
-    """Measure streams and cold prompts in turn, of servers that are started at the same moment and stay there."""
-    found: Rounds = {name: [] for name in servers}
-    with start_all(servers, *compute_size(given), scratch) as urls:
-        print("ready", {name: round(ready, 2) for name, (_, ready) in urls.items()}, flush=True)
-        while given.wait_for and not given.wait_for.exists():
-            time.sleep(POLL_S)
-        for _ in range(given.rounds):
-            for name, (url, ready) in urls.items():
-                figures = {"ready, s": ready} | ask_streams(url, given) | ask_cold(url, given)
-                # It is that of all servers.
-                del figures[MEMORY]
-                found[name].append(figures)
-                print_found(name, figures)
-    return found
-
-
 def measure_in_turn(servers: Mapping[str, Contender], scratch: Path, given: argparse.Namespace) -> Rounds:
     """Measure all parts of each server, of which one runs at a time."""
     rounds: Rounds = {name: [] for name in servers}
@@ -114,19 +92,10 @@ def measure_in_turn(servers: Mapping[str, Contender], scratch: Path, given: argp
     return rounds
 
 
-def print_found(name: str, found: Mapping[str, float]) -> None:
-    print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
-
-
 def measure_agents(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
     workload = make_workload(given)
     with listen(server, workload.sessions, workload.longest + MARGIN, home) as (url, _):
         return run_agents(url, workload, time.time_ns()).compute_figures()
-
-
-def make_workload(given: argparse.Namespace) -> Workload:
-    ranges = parse_lengths(given.tool_results), parse_lengths(given.agent_answers)
-    return Workload(given.sessions, given.turns, given.head, *ranges)
 
 
 def measure_restart(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
@@ -154,6 +123,11 @@ HIGHER_IS_BETTER = {"tok/s", "%"}
 Row: TypeAlias = tuple[str, str, str, str, str]
 
 
+def sort_numbers(words: str) -> list[str]:
+    """Return the numbers of an option in ascending order, in which figures are shown."""
+    return [str(number) for number in sorted(parse_numbers(words))]
+
+
 def list_stream_rows(given: argparse.Namespace) -> list[Row]:
     kinds = (
         (f"streams of {given.prompts} tokens, together", "tok/s", "tok/s"),
@@ -164,9 +138,9 @@ def list_stream_rows(given: argparse.Namespace) -> list[Row]:
     rows = [
         ("streams", what, level, unit, f"{level}: {name}")
         for what, unit, name in kinds
-        for level in given.levels.split(",")
+        for level in sort_numbers(given.levels)
     ]
-    if not given.once:
+    if not (given.once or given.together):
         rows.append(("start", "ready, the same command again", "second", "s", "ready again, s"))
     if not given.together:
         rows.append(("memory", "host memory", "served", "MB", MEMORY))
@@ -174,7 +148,7 @@ def list_stream_rows(given: argparse.Namespace) -> list[Row]:
 
 
 def list_cold_rows(given: argparse.Namespace) -> list[Row]:
-    lengths = given.lengths.split(",")
+    lengths = sort_numbers(given.lengths)
     rows = [("cold", "first token", length, "ms", f"first behind {length}, ms") for length in lengths]
     return rows + [("decode", "behind", length, "tok/s", f"then, tok/s ({length})") for length in lengths]
 
@@ -192,7 +166,7 @@ def list_agents_rows(given: argparse.Namespace) -> list[Row]:
 
 def list_restart_rows(given: argparse.Namespace) -> list[Row]:
     what = "first token after a restart"
-    lengths = given.lengths.split(",")
+    lengths = sort_numbers(given.lengths)
     return [("restart", what, length, "ms", f"restart: first behind {length}, after, ms") for length in lengths]
 
 
@@ -206,14 +180,17 @@ def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: 
     made = list[Figure]()
     for part in given.parts.split(","):
         for promise, what, at, unit, name in ROWS[part](given):
+            if not all(name in figures for figures in found.values()):
+                # --limit came before it.
+                continue
             goal = None
             if rival is not None:
                 goal = Goal(at_least=1, against=rival) if unit in HIGHER_IS_BETTER else Goal(at_most=1, against=rival)
             peers = {peer: figures[name] for peer, figures in others}
             shown_promise = "packed" if (given.file or given.packing) and promise != "start" else promise
             made.append(Figure(shown_promise, f"{subject}, {what}", at, unit, ours[name], peers, goal))
-    if "streams" in given.parts.split(","):
-        level = given.levels.rpartition(",")[2]
+    level = sort_numbers(given.levels)[-1]
+    if f"{level}: p99, ms" in ours:
         late, usual = (ours[f"{level}: {name}"] for name in ("p99, ms", "next token p50, ms"))
         what = f"{subject}, next token p99 over p50"
         made.append(Figure("streams", what, level, "x", late / usual, goal=Goal(at_most=LATE)))
@@ -230,7 +207,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--vllm-exact", action="store_true", help="it runs batch-invariant as well, as one more server")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--flags", default="", help="further options of our server")
-    parser.add_argument("--defaults", action="store_true", help="our server chooses its slots and their length")
+    parser.add_argument("--defaults", action="store_true", help="our server has no options but those of --flags")
     parser.add_argument("--shape", choices=["demo", *DRAWN, *SHAPES], default="demo")
     parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
     parser.add_argument("--packing", choices=LISTERS, default="", help="weights are written packed")
@@ -245,8 +222,11 @@ def parse_options() -> argparse.Namespace:
         "--requests", type=int, default=0, help="of each stream, at least 4 a level; default: 4, at least 8"
     )
     parser.add_argument("--once", action="store_true", help="start each server once, for the parts streams and cold")
-    parser.add_argument("--together", action="store_true", help="with --once, all of them at the same moment")
+    parser.add_argument("--together", action="store_true", help="start all servers at once, and ask them in turn")
     parser.add_argument("--wait-for", type=Path, help="with --together, ask nothing before this file is there")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="with --together, seconds after which nothing more is asked"
+    )
     parser.add_argument("--temperature", default="0")
     parser.add_argument("--slots", type=int, default=2, help="of the server that is asked the lengths")
     parser.add_argument("--sessions", type=int, default=16, help="agents that begin together")
@@ -260,8 +240,8 @@ def parse_options() -> argparse.Namespace:
         parser.error(f"--parts: {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS)}")
     if given.once and set(given.parts.split(",")) != {"streams", "cold"}:
         parser.error("--once: for --parts streams,cold")
-    if given.together and not given.once:
-        parser.error("--together: with --once")
+    if given.together and "restart" in given.parts.split(","):
+        parser.error("--together: without --parts restart")
     if given.packing and (given.file or given.llama or given.shape not in SHAPES):
         parser.error(f"--packing: for --shape {', '.join(SHAPES)}, without --file and --llama")
     if given.shape == HYBRID and (given.llama or given.vllm or given.file):
@@ -271,6 +251,11 @@ def parse_options() -> argparse.Namespace:
     if given.vllm and given.file:
         parser.error("--file: vLLM serves a folder of safetensors, not a GGUF file")
     return given
+
+
+def take_medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each figure. A round that --limit ended has fewer figures than the first one."""
+    return {what: median(one[what] for one in rounds if what in one) for what in rounds[0]}
 
 
 def main() -> None:
@@ -284,13 +269,15 @@ def main() -> None:
         versions = {name: server.find_version() for name, server in servers.items() if server.version}
         measure = measure_together if given.together else measure_in_turn
         rounds = measure(servers, Path(scratch), given)
-    medians = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
+    medians = {name: take_medians(runs) for name, runs in rounds.items()}
     first = next(iter(medians.values()))
-    print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in first])
+    shared = [what for what in first if all(what in one for one in medians.values())]
+    print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in shared])
     subject = name_subject(given)
     device = "auto" if given.shape != "demo" else "cpu"
     raw = {"rounds": rounds, "versions": versions}
-    publish(given, f"peer-{slug(subject)}", raw, make_figures(medians, subject, given), device)
+    name = f"peer-{slug(subject)}" + ("-vllm" if given.vllm else "")
+    publish(given, name, raw, make_figures(medians, subject, given), device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `benchmarks.peer` asks of a server that runs: levels of streams, and cold prompts of several lengths."""
+"""What `benchmarks.peer` asks of a server that runs: levels of streams, cold prompts of several lengths, and agents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.agents_load import Workload
 from benchmarks.peer_servers import ROOT, measure_memory
+from engine.tools.bench.bench_options import parse_lengths
 
 FEWEST_REQUESTS = 4  # of a level, where --requests is given
 MEMORY = "memory, MB"  # the figure of what all servers that run have in host memory
@@ -31,15 +33,18 @@ def parse_numbers(words: str) -> tuple[int, ...]:
 def ask_streams(url: str, given: argparse.Namespace) -> dict[str, float]:
     """Return the figures of all levels, of a server that runs."""
     found = dict[str, float]()
-    words = ["--prompt-tokens", str(given.prompts), "--answer-tokens", str(given.answers)]
-    words += ["--temperature", given.temperature]
-    if given.requests:
-        for level in parse_numbers(given.levels):
-            number = max(FEWEST_REQUESTS, given.requests * level)
-            found |= read_levels(run_bench_serve(url, *words, "--concurrency", str(level), "--requests", str(number)))
-    else:
-        found |= read_levels(run_bench_serve(url, *words, "--concurrency", given.levels))
+    for level in parse_numbers(given.levels):
+        found |= ask_level(url, level, given)
     return found | {MEMORY: measure_memory()}
+
+
+def ask_level(url: str, level: int, given: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of one level. level: streams at once."""
+    words = ["--prompt-tokens", str(given.prompts), "--answer-tokens", str(given.answers)]
+    words += ["--temperature", given.temperature, "--concurrency", str(level)]
+    if given.requests:
+        words += ["--requests", str(max(FEWEST_REQUESTS, given.requests * level))]
+    return read_levels(run_bench_serve(url, *words))
 
 
 def read_levels(levels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -56,9 +61,21 @@ def read_levels(levels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def ask_cold(url: str, given: argparse.Namespace) -> dict[str, float]:
     found = dict[str, float]()
-    words = ("--requests", "3", "--answer-tokens", str(given.answers), "--temperature", given.temperature)
     for length in parse_numbers(given.lengths):
-        [one] = run_bench_serve(url, *words, "--prompt-tokens", str(length))
-        found[f"first behind {length}, ms"] = one["first_token_ms"][0]
-        found[f"then, tok/s ({length})"] = one["stream_tokens_s"][0]
+        found |= ask_length(url, length, given)
     return found
+
+
+def ask_length(url: str, length: int, given: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of single prompts that no cache knows. length: their tokens."""
+    words = ("--requests", "3", "--answer-tokens", str(given.answers), "--temperature", given.temperature)
+    [one] = run_bench_serve(url, *words, "--prompt-tokens", str(length))
+    return {
+        f"first behind {length}, ms": one["first_token_ms"][0],
+        f"then, tok/s ({length})": one["stream_tokens_s"][0],
+    }
+
+
+def make_workload(given: argparse.Namespace) -> Workload:
+    ranges = parse_lengths(given.tool_results), parse_lengths(given.agent_answers)
+    return Workload(given.sessions, given.turns, given.head, *ranges)

@@ -72,10 +72,12 @@ def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender
     model = write_model(given, folder)
     sized = given.shape != "demo" and not given.defaults
     flags = tuple(shlex.split(given.flags))
+    # The demo is served without a draft and with it.
+    plain = () if given.defaults and model != DEMO else ("--draft", "none")
     found = dict[str, Contender]()
     for name, tree in (("ours", ROOT), ("before", given.before)):
         if tree is not None:
-            found[name] = serve_ours(model, tree, ("--draft", "none", *flags), sized=sized)
+            found[name] = serve_ours(model, tree, (*plain, *flags), sized=sized)
             if model == DEMO:
                 found[f"{name}, draft"] = serve_ours(model, tree, flags, sized=sized)
     if given.llama is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,7 @@ from benchmarks.peer_servers import (
     serve_ours,
     serve_vllm,
 )
+from benchmarks.peer_together import compute_size, list_questions, measure_together
 from engine.tools.bench.bench_prompts import LoadPrompt
 from engine.tools.bench.load_client import Sample
 from tests.e2e.prepared import serving
@@ -76,7 +79,7 @@ def test_a_version_is_one_line_of_what_the_server_says() -> None:
         (["--parts", "agents,soon"], "soon"),
         (["--vllm", "python", "--file", "m.gguf"], "safetensors"),
         (["--once", "--parts", "streams"], "--once"),
-        (["--together"], "--once"),
+        (["--together", "--parts", "cold,restart"], "--together"),
         (["--packing", "awq"], "--packing"),
         (["--shape", "gpt-oss-20b", "--file", "m.gguf"], "drawn"),
     ],
@@ -91,6 +94,7 @@ def test_mistakes_are_told_before_anything_is_started(
 
 
 SMALL = Workload(sessions=3, turns=2, head=200, results=(30, 60), answers=(4, 8))
+SMALL_HEAD = Workload(sessions=3, turns=1, head=100, results=(30, 60), answers=(4, 8))
 
 
 def test_sessions_have_one_head_and_each_turn_goes_on_from_the_one_before() -> None:
@@ -169,12 +173,12 @@ def test_each_level_has_requests_by_its_streams(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(peer_load, "run_bench_serve", answer)
     given = argparse.Namespace(levels="1,8", prompts=64, answers=8, temperature="0", requests=2)
     found = peer_load.ask_streams("http://server", given)
+    assert [words[words.index("--concurrency") + 1] for words in asked] == ["1", "8"]
     assert [words[words.index("--requests") + 1] for words in asked] == ["4", "16"]
     assert found["8: unanswered"] == 1
     assert found["1: first token p50, ms"] == 5
-    peer_load.ask_streams("http://server", argparse.Namespace(**{**vars(given), "requests": 0}))
+    peer_load.ask_level("http://server", 8, argparse.Namespace(**{**vars(given), "requests": 0}))
     assert "--requests" not in asked[2]
-    assert asked[2][-1] == "1,8"
 
 
 def test_a_file_of_a_shape_is_named_after_its_mix() -> None:
@@ -205,20 +209,58 @@ def test_servers_that_run_together_have_no_memory_of_their_own() -> None:
     assert any(promise == "memory" for promise, *_ in peer.list_stream_rows(given))
 
 
+def make_options(**changed: Any) -> argparse.Namespace:
+    options = {
+        "parts": "cold,streams,agents",
+        "levels": "2,1",
+        "lengths": "64,32",
+        "prompts": 32,
+        "answers": 4,
+        "requests": 1,
+        "temperature": "0",
+        "rounds": 2,
+        "limit": math.inf,
+        "wait_for": None,
+        "sessions": 3,
+        "turns": 1,
+        "head": 100,
+        "tool_results": "30-60",
+        "agent_answers": "4-8",
+    }
+    return argparse.Namespace(**{**options, **changed})
+
+
 # By default agents and single prompts are measured, from one server.
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_servers_start_together_and_answer_in_turn(tmp_path: Path) -> None:
+def test_servers_start_together_and_answer_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     servers = {name: serve_ours(DEMO, ROOT, ("--draft", "none", "--device", "cpu"), sized=True) for name in "ab"}
-    given = argparse.Namespace(
-        levels="1", lengths="64", prompts=32, answers=4, requests=1, temperature="0", rounds=1, wait_for=None
-    )
-    found = peer.measure_together(servers, tmp_path, given)
+    found = measure_together(servers, tmp_path, make_options(parts="streams,cold,agents", levels="1", lengths="64"))
     assert list(found) == ["a", "b"]
-    for [figures] in found.values():
-        assert figures["1: tok/s"] > 0
-        assert figures["first behind 64, ms"] > 0
-        assert not figures["1: unanswered"]
+    for rounds in found.values():
+        assert len(rounds) == 2
+        for figures in rounds:
+            assert figures["1: tok/s"] > 0
+            assert figures["first behind 64, ms"] > 0
+            assert figures["agents: whole run, s"] > 0
+            assert not figures["1: unanswered"]
+    asked = re.findall(r"s, ([ab]) ", capsys.readouterr().out)
+    assert asked == ["a", "b"] * 3 + ["b", "a"] * 3, "each question goes to all servers, in rounds of either order"
+
+
+def test_questions_come_in_the_order_of_the_options() -> None:
+    names = [question.name for question in list_questions(make_options())]
+    assert names == ["cold prompts of 64", "cold prompts of 32", "2 streams", "1 streams", "3 sessions"]
+    assert compute_size(make_options()) == (3, SMALL_HEAD.longest + 256)
+    assert compute_size(make_options(parts="cold,streams")) == (2, 64 + 4 + 256)
+
+
+def test_figures_that_a_limit_left_out_are_not_compared() -> None:
+    given = make_options(parts="cold", file=None, packing="")
+    found = {"ours": {"first behind 32, ms": 1.0, "first behind 64, ms": 2.0}, "vLLM": {"first behind 32, ms": 3.0}}
+    [only] = peer.make_figures(found, "8B shape", given)
+    assert (only.at, only.ours, only.peers, only.met) == ("32", 1.0, {"vLLM": 3.0}, True)
+    assert peer.take_medians([{"a": 1.0, "b": 5.0}, {"a": 3.0}]) == {"a": 2.0, "b": 5.0}
 
 
 def test_the_memory_of_a_process_that_ended_is_nothing() -> None:
