@@ -104,7 +104,8 @@ class CpuKernels(ComposedOperations):
 
     @property
     def name(self) -> str:
-        native = "" if self._native is None else "native-"
+        found = self._native
+        native = "" if found is None else "native-amx-" if found.compiled.has_tiles(self._dtype) else "native-"
         return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{dtype_name(self._dtype)}"
 
     @property
