@@ -35,9 +35,8 @@ def own(native_code):
 def random(*shape, seed=1, middle=0):
     """Return random numbers of many magnitudes around 2**middle."""
     generator = make_generator(seed)
-    return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()).mul(
-        2.0**middle
-    ).to(BRAIN)
+    found = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()
+    return (found * 2.0**middle).to(BRAIN)
 
 
 def nearest(exact: Fraction) -> np.float32:
@@ -69,7 +68,8 @@ def sum_blocks(row: list[float], weights: list[float]) -> np.float32:
 
 def same(found, expected):
     """Return whether both have the same bits; a zero has no sign, and NaN is NaN."""
-    return torch.equal((found + 0.0).nan_to_num(nan=7.5).view(torch.int32), (expected + 0.0).nan_to_num(nan=7.5).view(torch.int32))
+    one, other = ((each + 0.0).nan_to_num(nan=7.5).view(torch.int32) for each in (found, expected))
+    return torch.equal(one, other)
 
 
 @pytest.mark.timeout(120)
