@@ -11,13 +11,7 @@
 
 #define BLOCK 16 // words of a block
 #define TILE_ROWS 16 // of a tile
-#ifndef LEAST_TILED
-#define LEAST_TILED 4 // rows: fewer go through AVX-512, since reading the weights takes as long either way
-#endif
-
-#ifndef BLOCKS_FETCHED
-#define BLOCKS_FETCHED FETCHED
-#endif
+#define LEAST_TILED 3 // rows: reading the weights takes fewer as long through AVX-512, and a single one less
 
 #define FOR_BLOCKS __attribute__((target("avx512f,avx2,fma,prefer-vector-width=512")))
 #define EVEN(words) _mm512_castsi512_ps(_mm512_slli_epi32(words, 16))
@@ -48,7 +42,6 @@ static inline __attribute__((always_inline)) FOR_BLOCKS void block_tile(
                 for (int half = 0; half < 2; half++) {
                     const char *const at = w + p * apart + 64 * half;
                     const __m512i of_panel = _mm512_loadu_si512(at);
-                    __builtin_prefetch(at + BLOCKS_FETCHED, 0, 2);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; r++) {
                         __m512 *const both = chain[r][p][half];

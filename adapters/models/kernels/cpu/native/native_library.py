@@ -186,7 +186,8 @@ def choose_level(code: ctypes.CDLL, level: int) -> int:
     """Return the quickest level of those that the processor has.
 
     Tiles always serve where they are, because the bits of products depend on them. Where there are pairs of bfloat16,
-    one instruction for a pair may take longer than the two for its floats. So both are timed in turn, with products of a chunk's rows that fit into the cache.
+    one instruction for a pair may take longer than the two for its floats. So both are timed in turn, with products of
+    a chunk's rows that fit into the cache.
     """
     if level != PAIRS:
         return level
