@@ -104,8 +104,7 @@ class CpuKernels(ComposedOperations):
 
     @property
     def name(self) -> str:
-        found = self._native
-        native = "" if found is None else "native-amx-" if found.compiled.has_tiles(self._dtype) else "native-"
+        native = "" if self._native is None else f"{self._native.compiled.name_arithmetic(self._dtype)}-"
         return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{dtype_name(self._dtype)}"
 
     @property

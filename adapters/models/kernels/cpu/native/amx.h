@@ -11,7 +11,7 @@
 
 #define BLOCK 16 // words of a block
 #define TILE_ROWS 16 // of a tile
-#define LEAST_TILED 3 // rows: reading the weights takes fewer as long through AVX-512, and a single one less
+#define LEAST_TILED 3 // rows: with fewer, AVX-512 reads the weights as fast as tiles or faster
 
 #define FOR_BLOCKS __attribute__((target("avx512f,avx2,fma,prefer-vector-width=512")))
 #define EVEN(words) _mm512_castsi512_ps(_mm512_slli_epi32(words, 16))

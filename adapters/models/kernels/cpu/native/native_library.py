@@ -54,9 +54,9 @@ class NativeLibrary:
     level: int
     serving: int
 
-    def has_tiles(self, dtype: torch.dtype) -> bool:
-        """Return whether products of rows and weights in `dtype` that serve here have the arithmetic of AMX."""
-        return self.serving >= TILES and dtype == torch.bfloat16
+    def name_arithmetic(self, dtype: torch.dtype) -> str:
+        """Return a name of the arithmetic of products that serve here, of rows and weights in `dtype`."""
+        return "native-amx" if self.serving >= TILES and dtype == torch.bfloat16 else "native"
 
 
 def is_enabled() -> bool:
