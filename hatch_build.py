@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDER = Path("adapters/models/kernels/cpu/native")
 SOURCES = (
-    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
+    *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h", "amx.h"),
     *("attention.h", "delta.h", "packed.h", "experts.h", "layers.h", "draw.h", "rounds.h", "texts.h", "frames.h"),
     "products.c",
 )

@@ -26,7 +26,7 @@ from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.cpu.native.draw import pick_rows
-from adapters.models.kernels.cpu.native.native_library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import TILES, NativeLibrary
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.formats.row_format import WHOLE, RowLayout, read_row_types
@@ -83,7 +83,16 @@ def products(chance: random.Random, native: NativeLibrary) -> Finds:
     weights = [own.pack(laid(chance, numbers(chance, outputs, terms, dtype=dtype))) for _ in range(2)]
     x = laid(chance, numbers(chance, rows, terms, dtype=chance.choice([FLOAT, BRAIN])))
     up = chance.choice([None, weights[1]])
-    return lambda level: [evolve(own, level=level).multiply(x, weights[0], up)]
+
+    def found(level: int) -> list[Tensor]:
+        if level < TILES or x.dtype is not BRAIN or dtype is not BRAIN:
+            return [evolve(own, level=level).multiply(x, weights[0], up)]
+        tiles = evolve(own, level=level)  # an arithmetic of their own, the same for each row alone
+        together, apart = tiles.multiply(x, weights[0], up), [tiles.multiply(row, weights[0], up) for row in x.split(1)]
+        assert same(together, torch.cat(apart)), "rows alone differ from rows together"
+        return [own.multiply(x, weights[0], up)]
+
+    return found
 
 
 def packed(chance: random.Random, native: NativeLibrary) -> Finds:

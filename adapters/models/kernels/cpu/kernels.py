@@ -104,7 +104,7 @@ class CpuKernels(ComposedOperations):
 
     @property
     def name(self) -> str:
-        native = "" if self._native is None else "native-"
+        native = "" if self._native is None else f"{self._native.compiled.name_arithmetic(self._dtype)}-"
         return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{dtype_name(self._dtype)}"
 
     @property

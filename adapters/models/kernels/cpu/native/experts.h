@@ -110,16 +110,13 @@ static int multiply_chosen(
     const packed_t *const form = table->form;
     const int fixes = form && form->kind >= FIXED_EIGHT;
     const isa_t *const isa = fixes ? fixed_isa_of(level) : isa_of(level);
-    multiply_t *multiply = isa->multiply;
     const long groups = form ? table->terms * form->per : 0, places = pairs->pairs, outputs = table->outputs;
     const long terms = form ? groups * form->group : table->terms;
     bringing_t bringing = {isa, form, x, stride, sources, x_brain, 0, terms, terms, NULL, 0, NULL, groups};
-    int words = table->weight_form;
-    if (!form && words == BRAINS) bringing.count = (terms + 1) / 2 * 2;
-#ifdef PAIRED
-    if (!form && level >= 3 && words == BRAINS && x_brain)
-        multiply = multiply_pairs, words = FLOATS, bringing.words = 1, bringing.count /= 2;
-#endif
+    int words;
+    multiply_t *const multiply = multiply_of(level, table->weight_form, x_brain, &words);
+    if (!form && table->weight_form == BRAINS) bringing.count = (terms + 1) / 2 * 2;
+    if (!form && words != table->weight_form) bringing.words = 1, bringing.count /= 2;
     bringing.apart = (bringing.count + 15) / 16 * 16 + (fixes ? 32 : 16); // rows never a multiple of a page apart
     const long row_bytes = bringing.apart * (fixes ? 2 : 4), group_bytes = groups * (long)(fixes ? sizeof(fixed_t) : sizeof(float));
     bringing.memory = reserve(&memory, &there, places * (row_bytes + group_bytes));

@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter
 
+import torch
 from attrs import frozen
 
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
     *(
+        "amx.h",
         "attention.h",
         "delta.h",
         "packed.h",
@@ -30,6 +32,7 @@ SOURCES = (
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
 PAIRS = 3  # the level with instructions for pairs of bfloat16
+TILES = 4  # the level with AMX's instruction for tiles of bfloat16
 TIMED = 8  # measurements of each level, of which the quickest counts; 0.5 ms in all
 _SWITCHED = {"on": True, "off": False}
 
@@ -41,14 +44,19 @@ class NativeLibrary:
     A call of `brief` keeps the interpreter. A call of `code` lets go of it, and to get it back may take longer than a
     brief call itself.
 
-    level: the best instructions that this processor has: 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with
-    FMA, 0 none of these. serving: the level whose products are quickest here. All levels give the same bits.
+    level: the best instructions that this processor has: 4 AMX, 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2
+    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that products
+    of rows and weights in bfloat16 have an arithmetic of their own at level 4 (amx.h).
     """
 
     code: ctypes.CDLL
     brief: ctypes.PyDLL
     level: int
     serving: int
+
+    def name_arithmetic(self, dtype: torch.dtype) -> str:
+        """Return a name of the arithmetic of products that serve here, of rows and weights in `dtype`."""
+        return "native-amx" if self.serving >= TILES and dtype == torch.bfloat16 else "native"
 
 
 def is_enabled() -> bool:
@@ -177,10 +185,11 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
 def choose_level(code: ctypes.CDLL, level: int) -> int:
     """Return the quickest level of those that the processor has.
 
-    Where there are pairs of bfloat16, one instruction for a pair may take longer than the two for its floats. So both
-    are timed in turn, with products of a chunk's rows that fit into the cache.
+    Tiles always serve where they are, because the bits of products depend on them. Where there are pairs of bfloat16,
+    one instruction for a pair may take longer than the two for its floats. So both are timed in turn, with products of
+    a chunk's rows that fit into the cache.
     """
-    if level < PAIRS:
+    if level != PAIRS:
         return level
     rows = 48
     terms = 256

@@ -303,6 +303,9 @@ static inline plain_t plain_whole(words_t words) {
 #if defined(__clang__) || __GNUC__ >= 10
 #define PAIRED // this compiler knows the instruction for pairs of bfloat16
 #endif
+#if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define TILED // and those of AMX
+#endif
 #endif
 
 #ifdef PAIRED // tiles.h with pairs, rows' and weights', where it has floats
@@ -355,6 +358,10 @@ static void as_before(unsigned before) {
 #endif
 }
 
+#if defined(__x86_64__)
+#include "amx.h"
+#endif
+
 #ifdef PAIRED
 #define TRIED 64 // terms
 
@@ -380,19 +387,39 @@ static int pairs_agree(void) {
 }
 #endif
 
-// The highest level that this processor has: 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with FMA, 0 whatever the
-// compiler made of it.
+// The highest level that this processor has: 4 AMX, 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with FMA, 0
+// whatever the compiler made of it. Products of bfloat16 have other bits at level 4 than at all others, see amx.h.
 int rekindle_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
     if (!__builtin_cpu_supports("avx512f")) return 1;
+    if (find_tiles()) return 4;
 #ifdef PAIRED
     if (__builtin_cpu_supports("avx512bf16") && pairs_agree()) return 3;
 #endif
     return 2;
 #endif
     return 0;
+}
+
+// What multiplies rows with weights of a form. words: becomes FLOATS where both are pairs of bfloat16 that are moved as floats.
+static multiply_t *multiply_of(int level, int form, int x_brain, int *words) {
+    *words = form;
+    if (form != BRAINS || !x_brain) return isa_of(level)->multiply;
+#if defined(__x86_64__)
+    if (level >= 4) {
+        *words = FLOATS;
+        return multiply_amx;
+    }
+#endif
+#ifdef PAIRED
+    if (level == 3) {
+        *words = FLOATS;
+        return multiply_pairs;
+    }
+#endif
+    return isa_of(level)->multiply;
 }
 
 const char *rekindle_sources(void) { return SOURCES; }
@@ -463,7 +490,7 @@ static void multiply_group(void *of, long group) {
     const long all = (job->outputs + 31) / 32, left = all - first, width = job->together * 32;
     const int panels = (int)(left < job->together ? left : job->together);
     const long parts = job->rows <= NARROW ? 1 : (job->terms + TERMS - 1) / TERMS;
-    const long step = ((job->terms + parts - 1) / parts + 1) / 2 * 2;
+    const long step = ((job->terms + parts - 1) / parts + 15) / 16 * 16; // whole blocks of amx.h
     const unsigned before = job->form == BRAINS ? without_subnormals() : 0;
     for (int i = 0; i < 2 && job->weights[i]; i++)
         for (long k = 0; k < job->terms; k += step) {
@@ -488,12 +515,10 @@ int rekindle_product(
     static _Thread_local float *wide;
     static _Thread_local long there;
     const isa_t *const isa = isa_of(level);
-    multiply_t *multiply = isa->multiply;
-    int words = form;
+    int words;
+    multiply_t *const multiply = multiply_of(level, form, x_brain, &words);
     long count = form == BRAINS ? (terms + 1) / 2 * 2 : terms;
-#ifdef PAIRED
-    if (level >= 3 && form == BRAINS && x_brain) multiply = multiply_pairs, words = FLOATS, count /= 2;
-#endif
+    if (words != form) count /= 2;
     const long apart = (count + 15) / 16 * 16 + 16; // rows never a multiple of a page apart: they would share cache sets
     const long once = rows < ROWS ? rows : ROWS, panels = (outputs + 31) / 32;
     if (there < once * apart) {

@@ -3,6 +3,7 @@
 Theory of operation. A row's bits must not depend on the other rows of its step. Floating-point sums depend on
 their order, so the order of every sum is fixed here. An output is one chain of float32 fused multiply-adds over
 ascending terms. With weights in bfloat16 the chain runs over pairs of terms, the second term of each pair first.
+Where AMX serves, rows and weights in bfloat16 have sums over blocks of 32 terms instead (amx.h), in any product.
 
 Weights are stored in panels of 32 outputs, term after term, so that a vector register holds the same term of
 neighbouring outputs. Vectors and threads divide outputs and rows among them, and never the terms of a sum.
@@ -107,7 +108,7 @@ class NativePacked:
 
 @frozen(eq=False)
 class NativeProducts:
-    """Products at one level of instructions, at most the library's own; all levels give the same bits.
+    """Products at one level of instructions, at most the library's own. Levels below AMX give the same bits.
 
     to: the dtype that results are rounded to, once; None: they stay float32.
     """
