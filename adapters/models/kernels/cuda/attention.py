@@ -30,6 +30,8 @@ from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
+    AHEAD_PARTS,
+    AHEAD_QUERIES,
     CHAIN_AHEAD,
     CODED_AHEAD,
     KV_TILE,
@@ -114,6 +116,9 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
+        if ahead:
+            of_tile = AHEAD_QUERIES // padded
+            splits = count_splits(capacity, rule.window, of_tile)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
@@ -131,18 +136,21 @@ class CudaAttention:
             return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         acc, sums = self._scratch(heads, splits, size)
         # While one program of a processor computes, the rows of the other one come.
-        programs = min(limit * splits * kv, self.processors if ahead and head > 128 else 2 * self.processors)
+        parts = AHEAD_PARTS.get(head, 1) if ahead else 1
+        programs = min(limit * splits * kv * parts, self.processors if ahead and head > 128 else 2 * self.processors)
         assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if size <= 128 else 8
         merged = ahead and batch.plan.merges
         if ahead:
-            tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
+            sizes = ((k_cache, head), (v_cache, head // parts))
+            tiled = (describe_blocks(cache.view(-1, head), key_tile, columns) for cache, columns in sizes)
+            warps = 8 if head == 256 else 4
             own = AHEAD[head] | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
-            own["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
+            own["AT_ONCE"] = min(at_once, max(1, 128 // (padded * parts * parts))) if merged else 0
             last = (self._partial_counts(kv), out, sinks)
-            own_options = {**own, **self._options(8 if head > 128 else 4)}
+            own_options = {**own, **self._options(warps)}
             launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **own_options)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)

@@ -35,12 +35,15 @@ CODED_AHEAD = {
     256: {"CONSUMERS": 1, "REGISTERS": 208, "K_STAGES": 2, "V_STAGES": 2},
 }
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
-# heads of 256 take all of it, and have eight warps.
+# heads of 256 take all of it, and have eight warps. Those of heads of 512 have half of a value's columns.
 AHEAD = {
     64: {"K_STAGES": 4, "V_STAGES": 3},
     128: {"K_STAGES": 4, "V_STAGES": 3},
     256: {"K_STAGES": 3, "V_STAGES": 3},
+    512: {"K_STAGES": 3, "V_STAGES": 3},
 }
+AHEAD_PARTS = {512: 2}  # programs that share the columns of a value
+AHEAD_QUERIES = 64  # rows of a program's tile of queries
 
 
 def choose_tiles(q: Tensor) -> tuple[int, int]:
