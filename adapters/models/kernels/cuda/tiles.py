@@ -159,14 +159,17 @@ def choose_tile_in_pieces(dtype: torch.dtype, shared: int) -> Tile:
 
 
 @cache
-def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
-    """Choose a tile of `hopper_products.linear_ahead`.
+def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int, *, many: bool = False) -> Tile:
+    """Choose a tile of `hopper_products.linear_ahead`. many: a processor runs many programs, so two of them share its
+    memory where that has room for three blocks of each: while one starts or ends, the other one loads.
 
     A step takes time whatever it sums, so with few rows it is deep. Rows that do not exist are zeros that must be
     written, so a tile has few rows.
     """
     rows = 8 if count <= 8 else max(16, count)
     wide = count <= 16
+    if many and rows == 8:
+        return limit_stages(Tile(rows, 64, 256, 4, 3), dtype, shared // 2)
     return limit_stages(Tile(rows, 64, 256 if wide else 128, 4, 6 if wide else 7), dtype, shared)
 
 
@@ -174,6 +177,12 @@ def limit_stages(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:
     """Return the tile with as many steps loaded ahead as shared memory holds."""
     fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
+
+
+def choose_piece(depth: int, dtype: torch.dtype) -> int:
+    """Choose the columns of a piece of a router's product; 0: its sum is one chain, as that of float32."""
+    pieces = 16
+    return count_parts(depth, 64 * pieces) * 64 if dtype.itemsize == 2 else 0
 
 
 @frozen
