@@ -123,6 +123,9 @@ class SharedMemory:
     def index(self, at: int) -> Any:
         return self.bars[at] if self.bars is not None else SharedMemory(self.data[at])
 
+    def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
+        return SharedMemory(self.data.narrow(dim, start, length))
+
     def permute(self, order: tuple[int, ...]) -> SharedMemory:
         return SharedMemory(self.data.permute(order))
 

@@ -262,13 +262,27 @@ SPLITS = (
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", SPLITS, ids=lambda case: case.name)
-@pytest.mark.parametrize("spans", [[(590, 1)], [(0, 1), (255, 1), (700, 1)], [(510, 3), (319, 1)]], ids=str)
-def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, spans):
-    """Keys that no row sees hold anything: behind a window, and not written yet. A program has one split or several."""
-    merges = case.merges and all(count == 1 for _, count in spans)
+@pytest.mark.parametrize(
+    ("spans", "tall"),
+    [
+        ([(590, 1)], False),
+        ([(590, 1)], True),
+        ([(0, 1), (255, 1), (700, 1)], False),
+        ([(0, 1), (255, 1), (700, 1)], True),
+        ([(510, 3), (319, 1)], False),
+    ],
+    ids=str,
+)
+def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, spans, tall):
+    """Keys that no row sees hold anything: behind a window, and not written yet. A program has one split or several.
+
+    tall: by the kernel for rows that are alone in their slots, whose tall operand is keys.
+    """
+    merges = tall or (case.merges and all(count == 1 for _, count in spans))
     head, window, page = case.head, case.window, case.page
     kv, group, padded, capacity, bucket = 1, 3, 4, 1024, 4
-    slots, most = len(spans), (window + 64 // padded - 2) // SPLIT + 2 if window else capacity // SPLIT
+    of_tile = 1 if tall else 64 // padded
+    slots, most = len(spans), (window + of_tile - 2) // SPLIT + 2 if window else capacity // SPLIT
     keys, values = (normal(slots, kv, capacity, head, seed=seed) for seed in (1, 2))
     for slot, (start, count) in enumerate(spans):
         for cache in (keys, values):
@@ -281,19 +295,25 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
     k_cache, v_cache = (cache.reshape(-1, head).clone() for cache in (keys, values))
     for to, rows in ((k_cache, keys), (v_cache, values)) if page else ():
         to.view(-1, kv, page, head)[table.flatten()] = rows.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
-    tiles = torch.tensor(list(cut_into_tiles(spans, 64 // padded, bucket, window)))
+    tiles = torch.tensor(list(cut_into_tiles(spans, of_tile, bucket, window)))
     acc = torch.full((bucket, kv * group, most, head), torch.nan)
     sums, out = torch.full((*acc.shape[:3], 2), torch.nan), torch.full(q.shape, torch.nan, dtype=BF16)
     left = torch.zeros(bucket, kv, dtype=torch.int32)
     scale = head**-0.5 * 1.4426950408889634
     programs = 1 + 8 * (len(spans) % 2)
     tile, columns = (32, head // 2) if head == 512 else (TILE, head)
+    blocks = ((TILE, head), (TILE, head)) if tall else ((tile, head), (tile, columns))
+    if tall:
+        kernel = load_kernels(f"{HOPPER}.hopper_rows").attend_rows_ahead
+        own = {"RING": 8 - head // 128, "UNIT": tile, "P_LAYOUT": None, "num_warps": 4}
+    else:
+        kernel = splits.attend_splits_ahead
+        own = {"K_STAGES": 3, "V_STAGES": 2, "num_warps": 8 if head == 256 else 4}
     launch(
-        splits.attend_splits_ahead, (programs,), programs, Pointer(q), Descriptor(k_cache, (tile, head)),
-        Descriptor(v_cache, (tile, columns)), Pointer(tiles), Pointer(acc), Pointer(sums), Pointer(table), capacity,
-        len(tiles), most, scale, Pointer(left), Pointer(out), Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group,
-        PADDED=padded, SPLIT=SPLIT, K_STAGES=3, V_STAGES=2, PDL=True, PAGE=page, LIMIT=16,
-        AT_ONCE=3 if merges else 0, WINDOW=window, SINKS=case.sinks, num_warps=8 if head == 256 else 4,
+        kernel, (programs,), programs, Pointer(q), Descriptor(k_cache, blocks[0]), Descriptor(v_cache, blocks[1]),
+        Pointer(tiles), Pointer(acc), Pointer(sums), Pointer(table), capacity, len(tiles), most, scale, Pointer(left),
+        Pointer(out), Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group, PADDED=padded, SPLIT=SPLIT, PDL=True,
+        PAGE=page, LIMIT=16, AT_ONCE=3 if merges else 0, WINDOW=window, SINKS=case.sinks, **own,
     )  # fmt: skip
     assert not left.any()
     found = out if merges else merge(acc, sums, spans, window, sinks if case.sinks else None)

@@ -35,6 +35,7 @@ from adapters.models.kernels.cuda.tiles import (
     CHAIN_AHEAD,
     CODED_AHEAD,
     KV_TILE,
+    ROWS_AHEAD,
     choose_tiles,
     count_parts,
     count_shares,
@@ -46,11 +47,12 @@ from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
-from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain, hopper_codes
+from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain, hopper_codes, hopper_rows
 from adapters.models.kernels.triton_launch import launch
 
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
+USE_ROWS = True
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
 CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_codes` names them
@@ -116,8 +118,9 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
+        alone = ahead and batch.plan.merges and padded <= 8 and USE_ROWS
         if ahead:
-            of_tile = AHEAD_QUERIES // padded
+            of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
@@ -140,6 +143,17 @@ class CudaAttention:
         programs = min(limit * splits * kv * parts, self.processors if ahead and head > 128 else 2 * self.processors)
         assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
+        if alone:
+            sizes = (capacity, limit, splits, scale, self._partial_counts(kv), out, sinks)
+            most, resident = ROWS_AHEAD[head]
+            tiled = (describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in (k_cache, v_cache))
+            own = {"RING": most, "UNIT": key_tile, "P_LAYOUT": shared_layout((8, key_tile), q.dtype)}
+            own |= joins | {"WINDOW": rule.window, "enable_fp_fusion": False, "LIMIT": NARROW}
+            own["AT_ONCE"] = min(16, 128 * 32 * 4 // (padded * max(128, head)))
+            grid = (min(limit * splits * kv, resident * self.processors),)
+            given = (q, *tiled, tiles, acc, sums, pages, *sizes)
+            launch(hopper_rows.attend_rows_ahead, grid, *given, **shape, **own, **self._options(4))
+            return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if size <= 128 else 8
         merged = ahead and batch.plan.merges

@@ -144,7 +144,10 @@ class TritonKernels:
             return self._packing.multiply(x, packed, self.products.multiply)
         columns = packed.weight.shape[0]
         out = x.new_empty(x.shape[0], columns // 2 if packed.gated else columns)
-        self.products.multiply(x, packed.weight, out, gated=packed.gated, piece=packed.piece)
+        if packed.piece:
+            self.products.route(x, packed.weight, out, packed.piece)
+        else:
+            self.products.multiply(x, packed.weight, out, gated=packed.gated)
         return out
 
     def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:

@@ -23,7 +23,6 @@ _NUMBER = 2  # bytes of a number of x
 _SUM = 4  # bytes of a sum
 _COUNTED = 4096  # pairs that a program counts at once
 _MANY = 32  # pairs of an expert on average, from which on a weight is unpacked for up to 128 pairs
-SPREAD = 0
 _MIDDLING = 48  # a tile of 64 pairs takes three quarters of the time of one of 128
 _WIDE_ROWS = 128  # of the weight, that a program for so many pairs has
 
@@ -176,5 +175,4 @@ def multiply_packed_groups(
     own = {"PIECES": weight.pieces, "BLOCKS": weight.blocks, "EACH": each, "AHEAD": tile.ahead}
     own |= dealt.constants | {"WHOLE": weight.outputs % tile.columns == 0}
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
-    own["SPREAD"] = SPREAD
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)

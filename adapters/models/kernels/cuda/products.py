@@ -25,8 +25,6 @@ from adapters.models.kernels.triton_launch import launch
 
 _STEP = 64  # columns that a warp of `route_few` loads at once
 _HELD = 4  # such steps that it loads ahead, at most
-MANY = 2
-NEAR = True
 
 
 @define
@@ -46,14 +44,24 @@ class CudaProducts:
         """Write x @ w.T to out. gated: see `CudaWeight`. piece: columns of which the sum is one chain, whatever the
         number of rows; 0: all.
         """
-        if self.hopper and piece and len(x) <= NARROW and not gated:
-            self._multiply_few_pieces(x, w, out, piece)
-        elif self.hopper and piece:
+        if self.hopper and piece:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
         elif self.hopper and len(x) <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated)
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
+
+    def route(self, x: Tensor, w: Tensor, out: Tensor, piece: int) -> None:
+        """Write x @ w.T to out for a router's weight, whose sums have pieces of so many columns."""
+        if not self.hopper or len(x) > NARROW:
+            self.multiply(x, w, out, gated=0, piece=piece)
+            return
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        warps = max(4, round_up_to_power(count_parts(depth, piece)))
+        options = launch_options(warps, self.pdl) | {"PIECE": piece, "STEP": _STEP, "HELD": min(piece // _STEP, _HELD)}
+        grid = (count_parts(columns, 16), count_parts(count, 8))
+        launch(route_few, grid, w, x, out, count, columns, depth, out.stride(0), **options)
 
     def _multiply_anywhere(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int) -> None:
         if piece:
@@ -93,22 +101,11 @@ class CudaProducts:
         options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
-    def _multiply_few_pieces(self, x: Tensor, w: Tensor, out: Tensor, piece: int) -> None:
-        (count, depth) = x.shape
-        columns = w.shape[0]
-        warps = max(4, round_up_to_power(count_parts(depth, piece)))
-        held = min(piece // _STEP, _HELD)
-        options = launch_options(warps, self.pdl) | {"PIECE": piece, "STEP": _STEP, "HELD": held}
-        grid = (count_parts(columns, 16), count_parts(count, 8))
-        launch(route_few, grid, w, x, out, count, columns, depth, out.stride(0), **options)
-
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int) -> None:
         (count, depth) = x.shape
         columns = w.shape[0]
-        blocks = count_parts(columns, 64)
-        tile = choose_tile_ahead(count, x.dtype, self.shared, many=blocks > MANY * self.processors)
+        tile = choose_tile_ahead(count, x.dtype, self.shared)
         grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
         descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
         options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GATED": gated}
-        options |= {"NEAR": NEAR and grid[0] * grid[1] <= self.processors and tile.stages * tile.depth < depth}
-        launch(hopper.linear_ahead, grid, *descriptors, w, out, count, columns, depth, out.stride(0), **options)
+        launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)

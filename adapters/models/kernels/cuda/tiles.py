@@ -42,6 +42,8 @@ AHEAD = {
     256: {"K_STAGES": 3, "V_STAGES": 3},
     512: {"K_STAGES": 3, "V_STAGES": 3},
 }
+# The tiles of keys and values that a program of `hopper_rows` loads ahead, and the programs of a processor.
+ROWS_AHEAD = {64: (8, 2), 128: (6, 2), 256: (6, 1), 512: (3, 1)}
 AHEAD_PARTS = {512: 2}  # programs that share the columns of a value
 AHEAD_QUERIES = 64  # rows of a program's tile of queries
 
@@ -159,17 +161,14 @@ def choose_tile_in_pieces(dtype: torch.dtype, shared: int) -> Tile:
 
 
 @cache
-def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int, *, many: bool = False) -> Tile:
-    """Choose a tile of `hopper_products.linear_ahead`. many: a processor runs many programs, so two of them share its
-    memory where that has room for three blocks of each: while one starts or ends, the other one loads.
+def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
+    """Choose a tile of `hopper_products.linear_ahead`.
 
     A step takes time whatever it sums, so with few rows it is deep. Rows that do not exist are zeros that must be
     written, so a tile has few rows.
     """
     rows = 8 if count <= 8 else max(16, count)
     wide = count <= 16
-    if many and rows == 8:
-        return limit_stages(Tile(rows, 64, 256, 4, 3), dtype, shared // 2)
     return limit_stages(Tile(rows, 64, 256 if wide else 128, 4, 6 if wide else 7), dtype, shared)
 
 

@@ -153,7 +153,6 @@ def multiply_few(
     TILES: gl.constexpr,
     EXPERTS: gl.constexpr,
     EARLY: gl.constexpr,
-    SPREAD: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -190,12 +189,8 @@ def multiply_few(
     if PDL and not EARLY:
         gdc_wait()
     units = (TILES if TILES > 0 else gl.load(total_ptr)) * across
-    program = gl.program_id(0)
-    if SPREAD > 0:
-        each = gl.num_programs(0) // SPREAD
-        program = gl.where(program < each * SPREAD, program % each * SPREAD + program // each, program)
-    begin = program * units // gl.num_programs(0)
-    end = (program + 1) * units // gl.num_programs(0)
+    begin = gl.program_id(0) * units // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
     for tile in range(begin // across, gl.cdiv(end, across)):
         slot, own_pairs, count = read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS)
         matrix = matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)

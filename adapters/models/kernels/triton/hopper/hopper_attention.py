@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_merge import are_last, clear_padding, merge_row
+from adapters.models.kernels.triton.hopper.hopper_merge import are_last, clear_padding, find_padding, merge_row
 from adapters.models.kernels.triton.hopper.hopper_ring import make_ring, request_tile
 from adapters.models.kernels.triton.online_softmax import NOTHING, lowest_key
 
@@ -241,6 +241,9 @@ def attend_splits_ahead(
     t = gl.arange(0, LIMIT, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
     ends = gl.load(tiles_ptr + t * 8 + 4, mask=t < tile_limit, other=2147483647)
     items = gl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * (KV * PARTS)
+    has_padding = False
+    if AT_ONCE > 0:
+        has_padding = find_padding(tiles_ptr, t, tile_limit)
     run = gl.cdiv(items, gl.num_programs(0))
     item = gl.program_id(0) * run
     stop_item = gl.minimum(item + run, items)
@@ -325,13 +328,7 @@ def attend_splits_ahead(
             gl.store(sums, gl.convert_layout(peak, gl.SliceLayout(1, OUT)), mask=kept)
             gl.store(sums + 1, gl.convert_layout(total, gl.SliceLayout(1, OUT)), mask=kept)
         read += tiles
-    if AT_ONCE > 0:
-        item = gl.program_id(0) * run
-        while item < stop_item:
-            row0, count, slot, first, part, splits, _, offset = _whose(tiles_ptr, ends, t, item, KV * PARTS)
-            kv_head = part // PARTS
-            here = gl.minimum(splits - offset, stop_item - item)
-            item += here
+        if AT_ONCE > 0:
             due = gl.where(are_last(left_ptr + row0 * KV + kv_head, here, splits * PARTS), count, 0)
             for row in range(due):  # a name: Triton would carry out twice what a range is made of
                 head0 = (row0 + row) * HEADS + kv_head * GROUP
@@ -341,4 +338,5 @@ def attend_splits_ahead(
                     acc_ptr, sums_ptr, out_ptr, sinks_ptr + kv_head * GROUP, head0, begin, end, split_limit, GROUP,
                     PADDED, HEAD, AT_ONCE, SINKS, num_warps,
                 )  # fmt: skip
+    if AT_ONCE > 0 and has_padding:
         clear_padding(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)

@@ -87,6 +87,13 @@ def merge_row(
 
 
 @gluon.jit
+def find_padding(tiles_ptr, t, tile_limit):
+    """Return whether any of the tiles `t` has padded rows."""
+    first = gl.load(tiles_ptr + t * 8 + 3, mask=t < tile_limit, other=0)
+    return gl.max((first < 0).to(gl.int32), 0) > 0
+
+
+@gluon.jit
 def clear_padding(
     out_ptr,
     tiles_ptr,

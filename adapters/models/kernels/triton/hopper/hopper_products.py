@@ -21,36 +21,16 @@ _apply_gate = gluon.jit(linear.apply_gate.fn)
 bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9 has renamed it
 
 
-@gluon.jit
-def _bring_near(w_ptr, n0, first, columns, depth, num_warps: gl.constexpr):
-    """Bring the columns from `first` on, of the 64 rows of a weight from n0 on, to the device's cache."""
-    i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-    part = (depth - first) // 16 * 8  # two threads share a row
-    number_bytes: gl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    at = w_ptr + (n0 + i // 2).to(gl.int64) * depth + first + i % 2 * part
-    size = gl.where(n0 + i // 2 < columns, part * number_bytes, 0)
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [at, size],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @gluon.jit(do_not_specialize=["rows"])
 def linear_ahead(
     w_desc,
     x_desc,
-    w_ptr,
     out_ptr,
     rows,
     columns,
     depth,
     stride,
     STAGES: gl.constexpr,
-    NEAR: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -58,8 +38,8 @@ def linear_ahead(
     """Compute out[rows, columns] = x @ w.T for few rows. stride: from one row of out to the next.
 
     One program owns a block of 64 weight rows, the tall operand, over the whole depth. STAGES blocks of w and x are
-    in shared memory or on their way there. NEAR: all programs run at once, so the rest of their weights can come to
-    the device's cache meanwhile. Descriptors say how large blocks are; data behind the last row of w or x is zeros.
+    in shared memory or on their way there. Descriptors say how large blocks are; data behind the last row of w or x
+    is zeros.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
@@ -78,8 +58,6 @@ def linear_ahead(
     for at in gl.static_range(STAGES):
         mbarrier.expect(come.index(at), BYTES, pred=at < steps)
         bring(w_desc, [n0, at * BLOCK_K], come.index(at), w_ring.index(at), pred=at < steps)
-    if NEAR:
-        _bring_near(w_ptr, n0, STAGES * BLOCK_K, columns, depth, num_warps)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
