@@ -21,8 +21,7 @@ from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels import triton_launch
 from adapters.models.kernels.activations import CLAMPED, GELU
 from adapters.models.kernels.cuda.device_traits import DeviceTraits
-from adapters.models.kernels.cuda.draw import draw_tokens
-from adapters.models.kernels.cuda.extremes import find_extremes
+from adapters.models.kernels.cuda.draw import draw_tokens, find_extremes
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_types

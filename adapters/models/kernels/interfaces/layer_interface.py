@@ -177,8 +177,7 @@ class Kernels(RowKernels, Protocol):
         ...
 
     def pack_router(self, weight: Tensor) -> Any:
-        """Pack the weight by which a layer's experts are chosen, for `linear`. Its sums may have an order of their own.
-        """
+        """Pack the weight by which experts are chosen, for `linear`. Its sums may have an order of their own."""
         ...
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:

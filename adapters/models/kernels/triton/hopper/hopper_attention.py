@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_merge import are_last, clear_padding, find_padding, merge_row
+from adapters.models.kernels.triton.hopper.hopper_merge import clear_padding, find_padding, merge_rows
 from adapters.models.kernels.triton.hopper.hopper_ring import make_ring, request_tile
 from adapters.models.kernels.triton.online_softmax import NOTHING, lowest_key
 
@@ -173,7 +173,7 @@ def _layout_of_queries(scores, are_shared, num_warps):
 
 
 @gluon.jit(do_not_specialize=["tile_limit"])
-def attend_splits_ahead(
+def attend_splits_ahead(  # noqa: C901 - branches of constants
     q_ptr,
     k_desc,
     v_desc,
@@ -243,7 +243,7 @@ def attend_splits_ahead(
     items = gl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * (KV * PARTS)
     has_padding = False
     if AT_ONCE > 0:
-        has_padding = find_padding(tiles_ptr, t, tile_limit)
+        has_padding = find_padding(tiles_ptr, t, tile_limit)  # long before anything waits for it
     run = gl.cdiv(items, gl.num_programs(0))
     item = gl.program_id(0) * run
     stop_item = gl.minimum(item + run, items)
@@ -329,14 +329,9 @@ def attend_splits_ahead(
             gl.store(sums + 1, gl.convert_layout(total, gl.SliceLayout(1, OUT)), mask=kept)
         read += tiles
         if AT_ONCE > 0:
-            due = gl.where(are_last(left_ptr + row0 * KV + kv_head, here, splits * PARTS), count, 0)
-            for row in range(due):  # a name: Triton would carry out twice what a range is made of
-                head0 = (row0 + row) * HEADS + kv_head * GROUP
-                begin = _lowest_key(first + row, WINDOW) // SPLIT
-                end = (first + row) // SPLIT + 1
-                merge_row(
-                    acc_ptr, sums_ptr, out_ptr, sinks_ptr + kv_head * GROUP, head0, begin, end, split_limit, GROUP,
-                    PADDED, HEAD, AT_ONCE, SINKS, num_warps,
-                )  # fmt: skip
+            merge_rows(
+                acc_ptr, sums_ptr, out_ptr, sinks_ptr, left_ptr, row0, count, first, kv_head, here, splits * PARTS,
+                split_limit, HEADS, KV, GROUP, PADDED, HEAD, SPLIT, AT_ONCE, WINDOW, SINKS, num_warps,
+            )  # fmt: skip
     if AT_ONCE > 0 and has_padding:
         clear_padding(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)

@@ -31,7 +31,7 @@ from adapters.models.kernels.triton.hopper.hopper_attention import (
     _weigh_scores,
     _whose,
 )
-from adapters.models.kernels.triton.hopper.hopper_merge import are_last, clear_padding, find_padding, merge_row
+from adapters.models.kernels.triton.hopper.hopper_merge import clear_padding, find_padding, merge_rows
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_ring
 
@@ -109,6 +109,34 @@ def _weigh_unit(scores, p, fades, key0, position, peak, total, scale, WINDOW: gl
     return peak, total
 
 
+@gluon.jit
+def _weigh_tiles(
+    s_shared, p_shared, fades, key0, position, peak, total, scale, UNITS: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Do so for all units of a split, UNITS of each tile, in order. key0: the split's first key.
+
+    Scores that were never written belong to keys that the row does not see.
+    """
+    TILES: gl.constexpr = s_shared.shape[0]
+    BLOCK_N: gl.constexpr = s_shared.shape[1]
+    ROWS: gl.constexpr = s_shared.shape[2]
+    UNIT: gl.constexpr = BLOCK_N // UNITS
+    gl.static_assert(UNITS <= 2)
+    for tile in gl.static_range(TILES):
+        lines = s_shared.index(tile).load(_lines(ROWS, BLOCK_N, True)).permute((1, 0))
+        lines = gl.convert_layout(lines, _lines(ROWS, BLOCK_N, False), assert_trivial=True)
+        parts = (lines,)
+        if UNITS == 2:
+            parts = gl.split(lines.reshape((ROWS, 2, UNIT)).permute((0, 2, 1)))
+        for unit in gl.static_range(UNITS):
+            scores = gl.convert_layout(parts[unit], _lines(ROWS, UNIT, False), assert_trivial=True)
+            own = tile * UNITS + unit
+            peak, total = _weigh_unit(
+                scores, p_shared.index(own), fades.index(own), key0 + own * UNIT, position, peak, total, scale, WINDOW
+            )
+    return peak, total
+
+
 @gluon.jit(do_not_specialize=["tile_limit"])
 def attend_rows_ahead(
     q_ptr,
@@ -153,8 +181,6 @@ def attend_rows_ahead(
     TILES: gl.constexpr = SPLIT // BLOCK_N
     UNITS: gl.constexpr = BLOCK_N // UNIT
     TALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
-    LOADED: gl.constexpr = _lines(ROWS, BLOCK_N, True)
-    LINES: gl.constexpr = _lines(ROWS, BLOCK_N, False)
     OF_UNIT: gl.constexpr = _lines(ROWS, UNIT, False)
     ACROSS: gl.constexpr = min(32, HEAD // 8)
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [num_warps, 1], [1, 0])
@@ -165,9 +191,7 @@ def attend_rows_ahead(
         gdc_launch_dependents()
     ring, come = make_ring(k_desc, RING)
     q_shared = gl.allocate_shared_memory(dtype, [ROWS, HEAD], k_desc.layout)
-    s_shared = gl.allocate_shared_memory(
-        gl.float32, [TILES, BLOCK_N, ROWS], gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
-    )
+    s_shared = gl.allocate_shared_memory(gl.float32, [TILES, BLOCK_N, ROWS], gl.SwizzledSharedLayout(8, 1, 8, [0, 1]))
     p_shared = gl.allocate_shared_memory(dtype, [TILES * UNITS, ROWS, UNIT], P_LAYOUT)
     fades = gl.allocate_shared_memory(gl.float32, [TILES * UNITS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     t = gl.arange(0, LIMIT, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
@@ -180,7 +204,7 @@ def attend_rows_ahead(
     program_barrier()  # the barriers of the ring are ready
     read = 0  # tiles, of the runs before
     while item < stop_item:
-        row0, count, slot, first, kv_head, splits, low, offset = _whose(tiles_ptr, ends, t, item, KV)
+        row0, _, slot, first, kv_head, splits, low, offset = _whose(tiles_ptr, ends, t, item, KV)
         here = gl.minimum(splits - offset, stop_item - item)
         split = low + offset
         item += here
@@ -229,28 +253,9 @@ def attend_rows_ahead(
                 number += 1
             peak = gl.full([ROWS], _NOTHING, gl.float32, layout=gl.SliceLayout(1, OF_UNIT))
             total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, OF_UNIT))
-            for tile in gl.static_range(TILES):
-                # What was never written there belongs to keys that the row does not see.
-                lines = s_shared.index(tile).load(LOADED).permute((1, 0))
-                lines = gl.convert_layout(lines, LINES, assert_trivial=True)
-                key0 = at_split * SPLIT + tile * BLOCK_N
-                if UNITS == 1:
-                    peak, total = _weigh_unit(
-                        lines, p_shared.index(tile), fades.index(tile), key0, position, peak, total, scale, WINDOW
-                    )
-                else:
-                    gl.static_assert(UNITS == 2)
-                    left, right = gl.split(lines.reshape((ROWS, 2, UNIT)).permute((0, 2, 1)))
-                    left = gl.convert_layout(left, OF_UNIT, assert_trivial=True)
-                    right = gl.convert_layout(right, OF_UNIT, assert_trivial=True)
-                    peak, total = _weigh_unit(
-                        left, p_shared.index(2 * tile), fades.index(2 * tile), key0, position, peak, total, scale,
-                        WINDOW,
-                    )  # fmt: skip
-                    peak, total = _weigh_unit(
-                        right, p_shared.index(2 * tile + 1), fades.index(2 * tile + 1), key0 + UNIT, position, peak,
-                        total, scale, WINDOW,
-                    )  # fmt: skip
+            peak, total = _weigh_tiles(
+                s_shared, p_shared, fades, at_split * SPLIT, position, peak, total, scale, UNITS, WINDOW
+            )
             fence_async_shared()
             acc = gl.zeros([HEAD, ROWS], gl.float32, layout=TALL)
             for tile in range(tiles):
@@ -264,9 +269,7 @@ def attend_rows_ahead(
                     own = (before + tile) * UNITS + unit
                     acc = acc * fades.index(own).load(gl.SliceLayout(0, TALL))[None, :]
                     part = values.slice(unit * UNIT, UNIT, 0) if UNITS > 1 else values
-                    acc = warpgroup_mma(
-                        part.permute((1, 0)), p_shared.index(own).permute((1, 0)), acc, is_async=True
-                    )
+                    acc = warpgroup_mma(part.permute((1, 0)), p_shared.index(own).permute((1, 0)), acc, is_async=True)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 _request(
                     k_desc, v_desc, ring, come, read, number + RING, run, 0, 2147483647, at_split, (page, after),
@@ -284,10 +287,9 @@ def attend_rows_ahead(
             gl.store(sums, peak, mask=m < GROUP)
             gl.store(sums + 1, total, mask=m < GROUP)
         read += number
-        if are_last(left_ptr + row0 * KV + kv_head, here, splits):
-            merge_row(
-                acc_ptr, sums_ptr, out_ptr, sinks_ptr + kv_head * GROUP, head0, lowest // SPLIT, first // SPLIT + 1,
-                split_limit, GROUP, PADDED, HEAD, AT_ONCE, SINKS, num_warps,
-            )  # fmt: skip
+        merge_rows(
+            acc_ptr, sums_ptr, out_ptr, sinks_ptr, left_ptr, row0, 1, first, kv_head, here, splits, split_limit, HEADS,
+            KV, GROUP, PADDED, HEAD, SPLIT, AT_ONCE, WINDOW, SINKS, num_warps,
+        )  # fmt: skip
     if has_padding:
         clear_padding(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)
