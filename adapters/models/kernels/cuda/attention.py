@@ -34,6 +34,7 @@ from adapters.models.kernels.cuda.tiles import (
     CHAIN_AHEAD,
     CODED_AHEAD,
     KV_TILE,
+    ROWS_AHEAD,
     choose_tiles,
     count_parts,
     count_shares,
@@ -111,7 +112,7 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
-        alone = ahead and batch.plan.merges and padded <= ALONE_HEADS
+        alone = ahead and batch.plan.merges and padded <= ALONE_HEADS and head in ROWS_AHEAD
         if ahead:
             of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
