@@ -22,6 +22,13 @@ class ComposedOperations(ABC):
     apply_gate = staticmethod(gate_halves)
 
     @abstractmethod
+    def pack(self, weight: Tensor | StackedWeight) -> Any:
+        """Do what `Kernels.pack` says."""
+
+    def pack_router(self, weight: Tensor) -> Any:
+        return self.pack(weight)
+
+    @abstractmethod
     def _pack_gated(self, weight: Tensor | StackedWeight) -> Any:
         """Do what `Kernels.pack_gated` says, for SiLU."""
 

@@ -166,8 +166,11 @@ class StateBench:
         """Return the buckets at which a row has the same bits alone and next to rows of another slot."""
         found = set[int]()
         for bucket in self.shard.spec.buckets[:-1]:
+            neighbours = Step((Segment(1, 0, 2), Segment(0, 0, 1)), bucket)
+            if bucket < neighbours.rows:
+                continue
             alone = self._forward(Step((Segment(0, 0, 1),), bucket))[:1].clone()
-            batched = self._forward(Step((Segment(1, 0, 2), Segment(0, 0, 1)), bucket))[2:3]
+            batched = self._forward(neighbours)[2:3]
             if same_bits(alone, batched):
                 found.add(bucket)
         return found

@@ -236,7 +236,7 @@ def test_the_probe_finds_that_every_bucket_holds(dtype):
 
 @pytest.mark.parametrize(("kernels", "dtype"), [(CpuDelta, torch.float32), (NativeDelta, torch.bfloat16)])
 def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kernels):
-    """A kernel that convolves otherwise where several rows come at once."""
+    """A kernel that convolves otherwise where several rows come at once. A bucket of one row has none beside it."""
     own, in_c = CONFIGS["two value heads to a key head"], kernels is NativeDelta
     if in_c and CpuKernels(dtype).native_rule(DeltaShape(1, 1, 8, 8)) is None:
         pytest.skip("nothing in C here")
@@ -248,7 +248,7 @@ def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kerne
 
     monkeypatch.setattr(kernels, "convolve", careless)
     monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
-    how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (4, 16)}
+    how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (1, 4, 16)}
     found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), ProbeShape(**how))
     assert found.mode == "grid"
     assert any("of a recurrent layer differ from a chunk's" in why for why in found.failures)

@@ -22,8 +22,7 @@ from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels import triton_launch
 from adapters.models.kernels.activations import CLAMPED, GELU
 from adapters.models.kernels.cuda.device_traits import DeviceTraits
-from adapters.models.kernels.cuda.draw import draw_tokens
-from adapters.models.kernels.cuda.extremes import find_extremes
+from adapters.models.kernels.cuda.draw import draw_tokens, find_extremes
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_types
@@ -233,7 +232,7 @@ def run_experts(
             both = pack(kernels.pack_gated, shape.inner, shape.inner, columns=hidden)
             return GatedWeights(both, pack(kernels.pack, hidden, columns=shape.inner))
 
-        router = kernels.pack(make(shape.router_outputs, hidden, dtype=dtype))
+        router = kernels.pack_router(make(shape.router_outputs, hidden, dtype=dtype))
         each = kernels.stack_experts((make_expert() for _ in range(shape.count)), shape.count)
         correction = make(shape.count, dtype=torch.float32) if isinstance(shape, SigmoidExpertsShape) else None
         experts = Experts(shape, router, each, None, correction=correction)
@@ -252,7 +251,7 @@ def run_biased_experts(kernels: TritonKernels) -> None:
         return GatedWeights(*packed, CLAMPED, make(512), make(512))
 
     each = kernels.stack_experts((make_expert() for _ in range(8)), 8)
-    experts = Experts(shape, kernels.pack(make(8, 512)), each, None, correction=make(8, dtype=torch.float32))
+    experts = Experts(shape, kernels.pack_router(make(8, 512)), each, None, correction=make(8, dtype=torch.float32))
     for bucket in (4, 1024):
         kernels.experts(make(bucket, 512), experts, make_batch(Batch, bucket))
 

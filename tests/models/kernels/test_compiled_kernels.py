@@ -62,6 +62,7 @@ BODIES = {
     **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 16, 64, 1024) for name, one in LAYOUTS.items()},
     **{f"{name} in one chain": compiled.multiply_packed(one, 16384, 4, 16, 64) for name, one in LAYOUTS.items()},
     **{f"attention, heads of {head}": compiled.attend(head, 4, 64, 1024) for head in HEADS},
+    **{f"attention of one row, heads of {head}": compiled.attend(head, 1, group=8) for head in HEADS},
     **{f"attention, int8, heads of {head}": compiled.attend(head, 4, 1024, rows=torch.int8) for head in HEADS},
     **{
         f"attention, {name}, heads of {head}": compiled.attend(head, 4, 1024, rows=read_row_types(name, BF16))

@@ -96,6 +96,24 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
         assert same_bits(*found)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("columns", "depth"), [(32, 2880), (129, 2816), (8, 64), (256, 7168)])
+def test_a_router_has_the_same_bits_at_every_row_count_and_on_every_device(columns, depth, dtype):
+    here, elsewhere = triton_cuda.TritonKernels(DEVICE), triton_cuda.TritonKernels(DEVICE)
+    elsewhere.products.hopper = False
+    weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
+    packed = here.pack_router(weight)
+    x = normal(max(BUCKETS), depth, dtype=dtype, seed=1)
+    whole = here.linear(x, packed)
+    assert distance(whole, x.double() @ weight.double().T) < TOLERANCE[dtype]
+    assert same_bits(whole, elsewhere.linear(x, packed))
+    for rows in (1, 3, *BUCKETS):
+        for first in (0, 37 if rows < max(BUCKETS) else 0):
+            part = x[first : first + rows].contiguous()
+            for kernels in (here, elsewhere):
+                assert same_bits(kernels.linear(part, packed), whole[first : first + rows])
+
+
 def test_a_chain_of_products_that_come_ahead_ends_as_one_after_the_other(kernels):
     """Each reads what the one before wrote, and is on its processors long before that is there."""
     kernels.pdl = True
@@ -363,6 +381,9 @@ AHEAD = [  # type, numbers of a head, heads of a key head, rows of a page, rule
     (torch.bfloat16, 256, 2, OF_WINDOW, AttentionRule(1024)),
     (torch.float16, 256, 2, OF_WINDOW, AttentionRule(1024)),
     (torch.float16, 64, 8, OF_WINDOW, AttentionRule(1024)),
+    *((torch.bfloat16, 512, group, page, PLAIN) for group in (3, 8) for page in (0, PAGE)),
+    (torch.float16, 512, 8, PAGE, PLAIN),
+    (torch.bfloat16, 512, 4, OF_WINDOW, AttentionRule(300)),
 ]
 
 

@@ -87,6 +87,13 @@ def fold(
     return fma(acc, spread, all_acc * old[:, None]), new_peak, fma(total, new, all_total * old)
 
 
+def add_keys(weights: Tensor) -> Tensor:
+    """Add up the weights of a tile. Eight keys of a short tile are added first, as warps do where they share it."""
+    if weights.shape[1] > 32:
+        return add_up(weights, 1)
+    return add_up(add_up(add_up(weights.unflatten(1, (2, 2, 8)), 3), 1), 1)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -97,10 +104,11 @@ def attend(
     window: int = 0,
     sinks: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    tile: int = TILE,
 ) -> Tensor:
     """Attend as `attention.attend_chain` does, for rows `[M, HEAD]` at such positions and all keys of one head.
 
-    sinks: of each row. scales: of keys and of values, float32 `[keys]`, where both are codes.
+    sinks: of each row. scales: of keys and of values, float32 `[keys]`, where both are codes. tile: of keys.
     """
     last = int(position.max())
     lowest = max(0, int(position.min()) - window + 1) if window else 0
@@ -108,10 +116,10 @@ def attend(
     folded = nothing
     for first in range(lowest // SPLIT * SPLIT, last + 1, SPLIT):
         acc, peak, total = nothing
-        for key0 in range(max(first, lowest // TILE * TILE), min(first + SPLIT, last + 1), TILE):
-            key = torch.arange(key0, key0 + TILE)
+        for key0 in range(max(first, lowest // tile * tile), min(first + SPLIT, last + 1), tile):
+            key = torch.arange(key0, key0 + tile)
             values = torch.where(((key >= lowest) & (key <= last))[:, None], v[key], 0.0)
-            scores = multiply(q, k[key].T, torch.zeros(len(q), TILE))
+            scores = multiply(q, k[key].T, torch.zeros(len(q), tile))
             if scales is not None:
                 scores = scores * scales[0][key]
             seen = key <= position[:, None]
@@ -122,7 +130,7 @@ def attend(
             spread = block(torch.zeros(scores.shape)) + new_peak[:, None]
             weights = exp2(fma(scores, block(torch.full(scores.shape, scale)), -spread))
             fade = exp2(peak - new_peak)
-            total = fma(total, fade, add_up(weights, 1))
+            total = fma(total, fade, add_keys(weights))
             if scales is not None:
                 weights = weights * scales[1][key]
             acc = multiply(weights.to(BF16), values, acc * fade[:, None])
@@ -248,19 +256,35 @@ SPLITS = (
     SplitsCase(64, 70, 0, sinks=False, merges=False),
     SplitsCase(256, 300, 64, sinks=False, merges=True),
     SplitsCase(256, 0, 256, sinks=False, merges=False),
+    SplitsCase(512, 0, 256, sinks=False, merges=True),
+    SplitsCase(512, 300, 0, sinks=False, merges=False),
 )
 
 
 @in_turns("case", "spans", full=1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", SPLITS, ids=lambda case: case.name)
-@pytest.mark.parametrize("spans", [[(590, 1)], [(0, 1), (255, 1), (700, 1)], [(510, 3), (319, 1)]], ids=str)
-def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, spans):
-    """Keys that no row sees hold anything: behind a window, and not written yet. A program has one split or several."""
-    merges = case.merges and all(count == 1 for _, count in spans)
+@pytest.mark.parametrize(
+    ("spans", "tall"),
+    [
+        ([(590, 1)], False),
+        ([(590, 1)], True),
+        ([(0, 1), (255, 1), (700, 1)], False),
+        ([(0, 1), (255, 1), (700, 1)], True),
+        ([(510, 3), (319, 1)], False),
+    ],
+    ids=str,
+)
+def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, spans, tall):
+    """Keys that no row sees hold anything: behind a window, and not written yet. A program has one split or several.
+
+    tall: by the kernel for rows that are alone in their slots, whose tall operand is keys.
+    """
+    merges = tall or (case.merges and all(count == 1 for _, count in spans))
     head, window, page = case.head, case.window, case.page
     kv, group, padded, capacity, bucket = 1, 3, 4, 1024, 4
-    slots, most = len(spans), (window + 64 // padded - 2) // SPLIT + 2 if window else capacity // SPLIT
+    of_tile = 1 if tall else 64 // padded
+    slots, most = len(spans), (window + of_tile - 2) // SPLIT + 2 if window else capacity // SPLIT
     keys, values = (normal(slots, kv, capacity, head, seed=seed) for seed in (1, 2))
     for slot, (start, count) in enumerate(spans):
         for cache in (keys, values):
@@ -273,18 +297,25 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
     k_cache, v_cache = (cache.reshape(-1, head).clone() for cache in (keys, values))
     for to, rows in ((k_cache, keys), (v_cache, values)) if page else ():
         to.view(-1, kv, page, head)[table.flatten()] = rows.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
-    tiles = torch.tensor(list(cut_into_tiles(spans, 64 // padded, bucket, window)))
+    tiles = torch.tensor(list(cut_into_tiles(spans, of_tile, bucket, window)))
     acc = torch.full((bucket, kv * group, most, head), torch.nan)
     sums, out = torch.full((*acc.shape[:3], 2), torch.nan), torch.full(q.shape, torch.nan, dtype=BF16)
     left = torch.zeros(bucket, kv, dtype=torch.int32)
     scale = head**-0.5 * 1.4426950408889634
     programs = 1 + 8 * (len(spans) % 2)
+    tile, columns = (32, head // 2) if head == 512 else (TILE, head)
+    blocks = ((TILE, head), (TILE, head)) if tall else ((tile, head), (tile, columns))
+    if tall:
+        kernel = load_kernels(f"{HOPPER}.hopper_rows").attend_rows_ahead
+        own = {"RING": 8 - head // 128, "UNIT": tile, "P_LAYOUT": None, "num_warps": 4}
+    else:
+        kernel = splits.attend_splits_ahead
+        own = {"K_STAGES": 3, "V_STAGES": 2, "num_warps": 8 if head == 256 else 4}
     launch(
-        splits.attend_splits_ahead, (programs,), programs, Pointer(q), Descriptor(k_cache, (TILE, head)),
-        Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(acc), Pointer(sums), Pointer(table), capacity,
-        len(tiles), most, scale, Pointer(left), Pointer(out), Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group,
-        PADDED=padded, SPLIT=SPLIT, K_STAGES=3, V_STAGES=2, PDL=True, PAGE=page, LIMIT=16,
-        AT_ONCE=3 if merges else 0, WINDOW=window, SINKS=case.sinks, num_warps=4 if head < 256 else 8,
+        kernel, (programs,), programs, Pointer(q), Descriptor(k_cache, blocks[0]), Descriptor(v_cache, blocks[1]),
+        Pointer(tiles), Pointer(acc), Pointer(sums), Pointer(table), capacity, len(tiles), most, scale, Pointer(left),
+        Pointer(out), Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group, PADDED=padded, SPLIT=SPLIT, PDL=True,
+        PAGE=page, LIMIT=16, AT_ONCE=3 if merges else 0, WINDOW=window, SINKS=case.sinks, **own,
     )  # fmt: skip
     assert not left.any()
     found = out if merges else merge(acc, sums, spans, window, sinks if case.sinks else None)
@@ -296,7 +327,7 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
             own = block(sinks[part].repeat(count)) if case.sinks else None
             k, v = (cache[slot, kv_head].nan_to_num() for cache in (keys, values))
             mine = q[row : row + count, part].reshape(-1, head)
-            expected = attend(mine, k, v, position, scale, window=window, sinks=own)
+            expected = attend(mine, k, v, position, scale, window=window, sinks=own, tile=tile)
             assert torch.equal(found[row : row + count, part].reshape(-1, head), expected)
         row += count
     assert not found[row:].any()
@@ -328,6 +359,24 @@ def test_products_in_pieces_add_a_chain_of_each_piece(pieces, seed):
     launch(
         pieces.linear_pieces, (4,), seed, Descriptor(x, (128, 64)), Descriptor(w, (64, 64)), Pointer(out), rows,
         outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True, num_warps=8,
+    )  # fmt: skip
+    total = torch.zeros(rows, outputs)
+    for first in range(0, depth, piece):
+        part = slice(first, first + piece)
+        total = total + multiply(x[:, part], w[:, part].T, torch.zeros(rows, outputs))
+    assert torch.equal(out, total.to(BF16))
+
+
+@pytest.mark.parametrize("rows", [1, 11])
+@pytest.mark.parametrize(("depth", "held"), [(448, 2), (352, 1)])
+def test_routers_of_few_rows_add_a_chain_of_each_piece(rows, depth, held):
+    """Weights are loaded ahead or not, and the last piece is shorter than the others or has no columns."""
+    outputs, piece = 20, 128
+    x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2, scale=0.1)
+    out = torch.full((rows, outputs), float("nan"), dtype=BF16)
+    launch(
+        load_kernels(f"{HOPPER}.hopper_router").route_few, (2, 2), rows, Pointer(w), Pointer(x), Pointer(out), rows,
+        outputs, depth, out.stride(0), PIECE=piece, STEP=64, HELD=held, PDL=True, num_warps=4,
     )  # fmt: skip
     total = torch.zeros(rows, outputs)
     for first in range(0, depth, piece):

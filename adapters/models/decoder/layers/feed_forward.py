@@ -206,7 +206,7 @@ def _load_experts(read: FeedReader, kernels: PackingKernels, shape: FeedShape, p
     gates = ("gate", "shared_expert_gate") if experts.gates_shared else ("gate",)
     return Experts(
         experts,
-        router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
+        router=kernels.pack_router(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
         each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
         shared=None,
         correction=read.wide(prefix + correction) if correction else None,

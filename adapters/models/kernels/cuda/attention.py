@@ -17,7 +17,6 @@ from adapters.models.kernels.cuda.descriptors import (
     AttentionArguments,
     CacheArguments,
     Constants,
-    LaunchArguments,
     cache_sizes,
     describe_blocks,
     describe_cache,
@@ -27,12 +26,15 @@ from adapters.models.kernels.cuda.descriptors import (
     word_layout,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
+from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, HopperSplits
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
+    AHEAD_QUERIES,
     CHAIN_AHEAD,
     CODED_AHEAD,
     KV_TILE,
+    ROWS_AHEAD,
     choose_tiles,
     count_parts,
     count_shares,
@@ -44,7 +46,7 @@ from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
-from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain, hopper_codes
+from adapters.models.kernels.triton.hopper import hopper_chain, hopper_codes
 from adapters.models.kernels.triton_launch import launch
 
 SPLIT = 256
@@ -82,9 +84,6 @@ class CudaAttention:
         self.planner = TilePlanner(self.device, self.pdl, SPLIT)
         self._usual = torch.zeros(1, device=self.device)
 
-    def _options(self, warps: int) -> LaunchArguments:
-        return launch_options(warps, self.pdl)
-
     def merges_in_kernel(self, batch: Batch) -> bool:
         """Return whether the program that writes the last partial of a row merges all of them, in place of a separate
         kernel.
@@ -108,12 +107,15 @@ class CudaAttention:
         of_tile = query_tile // padded
         splits = count_splits(capacity, rule.window, of_tile)
         out = q.new_empty(bucket, heads, size)
-        turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
         is_usual = share == 1 and not (rule.cap or rule.latent)
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
-            return self._chain_ahead(q, k_cache, v_cache, batch, rule).view(bucket, -1)
+            return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
+        alone = ahead and batch.plan.merges and padded <= ALONE_HEADS and head in ROWS_AHEAD
+        if ahead:
+            of_tile = 1 if alone else AHEAD_QUERIES // padded
+            splits = count_splits(capacity, rule.window, of_tile)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
@@ -121,41 +123,41 @@ class CudaAttention:
         shape["PAGE"] = page_size(k_cache, batch)
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
-        joins = {"SINKS": rule.sinks is not None}
+        joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}
         scale = head**-0.5 * LOG2_E
         if chained:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
-            grid = (limit * kv,)
             given = (tiles, out, pages, sinks, capacity, limit, scale)
-            launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
-            return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
+            launch(attention.attend_chain, (limit * kv,), q, *rows_of, *given, **shape, **(bounds | joins), **options)
+            return self._finish(out, head, v_cache)
         acc, sums = self._scratch(heads, splits, size)
-        # While one program of a processor computes, the rows of the other one come.
-        programs = min(limit * splits * kv, self.processors if ahead and head > 128 else 2 * self.processors)
-        assert programs >= kv
-        to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
-        at_once = 16 if size <= 128 else 8
         merged = ahead and batch.plan.merges
         if ahead:
-            tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
-            own = AHEAD[head] | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
-            own["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
-            last = (self._partial_counts(kv), out, sinks)
-            own_options = {**own, **self._options(8 if head > 128 else 4)}
-            launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **own_options)
+            tables = ((acc, sums, self._partial_counts(kv)), out, sinks, (capacity, splits), shape | joins)
+            own = HopperSplits(q, (k_cache, v_cache), tiles, pages, *tables, scale, self.processors, self.pdl)
+            if alone:
+                own.attend_alone(kv, padded, key_tile)
+            else:
+                own.attend(kv, padded, key_tile, merges=merged)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
+            programs = min(limit * splits * kv, 2 * self.processors)
+            assert programs >= kv
+            to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
         if not merged:
-            merging = joins | {"WINDOW": rule.window, "AT_ONCE": at_once}
-            self._merge((acc, sums, batch.positions, out, sinks, splits), merging)
-        return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
+            self._merge((acc, sums, batch.positions, out, sinks, splits), joins | {"AT_ONCE": 16 if size <= 128 else 8})
+        return self._finish(out, head, v_cache)
+
+    def _finish(self, out: Tensor, head: int, v_cache: Tensor) -> Tensor:
+        turned = turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
+        return turned.view(len(out), -1)
 
     def _merge(self, given: tuple[Any, ...], constants: Constants) -> None:
         """Merge partials, by a program for each row's head."""
         bucket, heads, size = given[3].shape
-        options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **self._options(1)}
+        options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **launch_options(1, self.pdl)}
         options |= {"enable_fp_fusion": False}
         options["maxnreg"] = 168  # one warp, and all its loads in flight: the compiler would trade them for occupancy
         launch(attention.merge, (bucket, heads), *given, **options)
@@ -216,9 +218,9 @@ class CudaAttention:
             WINDOW=rule.window,
             SINKS=rule.sinks is not None,
             enable_fp_fusion=False,
-            **self._options(4 if consumers == 2 else 8),
+            **launch_options(4 if consumers == 2 else 8, self.pdl),
         )
-        return turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
+        return self._finish(out, head, v_cache)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int
@@ -281,7 +283,7 @@ class CudaAttention:
             **shape,
             LIMIT=round_up_to_power(splits),
             WINDOW=mask.window,
-            **self._options(4),
+            **launch_options(4, self.pdl),
         )
         return out.view(bucket, -1)
 
@@ -312,7 +314,7 @@ class CudaAttention:
         fits = (self.shared - 4096 - 2 * query_tile * head * size) // (2 * key_tile * head * size)
         stages = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
         return {
-            **self._options(8 if wide or head > 128 else 4),
+            **launch_options(8 if wide or head > 128 else 4, self.pdl),
             "enable_fp_fusion": False,
             "PRECISION": "ieee" if wide else "tf32",
             "STAGES": stages,

@@ -1,4 +1,5 @@
-"""Launches that draw tokens on a GPU and weigh picked ones, two each (`triton/draw_kernel.py`).
+"""Launches that draw tokens on a GPU, weigh picked ones and find the extremes of logits, two each
+(`triton/draw_kernel.py`, `triton/argmax_kernel.py`).
 
 A draw is the one that a host makes of the same logits (`cpu/host_draw.py`). Whatever is compared or summed has a single
 right answer, and the noise is found by logarithms that have one as well.
@@ -17,11 +18,13 @@ from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.functions.exact_exp import exp_factors
 from adapters.models.kernels.functions.exact_functions import MOST_TAKEN
 from adapters.models.kernels.functions.noise import noise_key
+from adapters.models.kernels.triton.argmax_kernel import part_extremes, row_extremes
 from adapters.models.kernels.triton.draw_kernel import part_draws, part_weights, row_draws, row_leaders
 from adapters.models.kernels.triton_launch import launch
 from effects.job import Sampling
 
 BLOCK = 1024  # logits of one program
+EXTREMES_BLOCK = 4096  # the same where extremes are found
 WARPS = 8  # of 32 threads each
 TAKEN = 64  # tokens of the top-k that a program looks at together
 OPTIONS: Constants = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
@@ -92,3 +95,18 @@ def new_numbers(like: Tensor, *shape: int) -> Tensor:
     compiles a kernel anew for those.
     """
     return torch.empty(shape, dtype=torch.int64, device=like.device)
+
+
+def find_extremes(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the extremes of each row as `SamplingKernels.find_extremes` does, in two launches: parts, then rows."""
+    count, width = logits.shape
+    parts = -(-width // EXTREMES_BLOCK)
+    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+    extremes = torch.empty(count, 3, dtype=torch.float64, device=logits.device)
+    values = torch.empty(count, parts, 2, device=logits.device)
+    indices = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
+    cut = (logits, values, indices, logits.stride(0), width, parts)
+    launch(part_extremes, (count, parts), *cut, BLOCK=EXTREMES_BLOCK, num_warps=4)
+    padded = 1 << (parts - 1).bit_length()
+    launch(row_extremes, (count,), values, indices, tokens, extremes, width, parts, PARTS=padded, num_warps=1)
+    return tokens, extremes

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
@@ -28,7 +28,7 @@ from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scal
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.row_launches import add_norm, add_normed, apply_gate
 from adapters.models.kernels.cuda.step_tiles import StepTiles
-from adapters.models.kernels.cuda.tiles import KV_TILE, count_parts, round_up_to_power
+from adapters.models.kernels.cuda.tiles import KV_TILE, choose_piece, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
 from adapters.models.kernels.expert_sums import run_experts
 from adapters.models.kernels.formats.row_format import LIMITS, as_bytes, format_of
@@ -77,7 +77,7 @@ class TritonKernels:
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-4"
+    name = "triton-5"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = True
@@ -136,12 +136,18 @@ class TritonKernels:
         gate, up = weight.chunk(2)
         return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, GATES[activation])
 
+    def pack_router(self, weight: Tensor) -> CudaWeight:
+        return evolve(self._pack(weight), piece=choose_piece(weight.shape[1], weight.dtype))
+
     def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         if isinstance(packed, CudaStack):
             return self._packing.multiply(x, packed, self.products.multiply)
         columns = packed.weight.shape[0]
         out = x.new_empty(x.shape[0], columns // 2 if packed.gated else columns)
-        self.products.multiply(x, packed.weight, out, gated=packed.gated)
+        if packed.piece:
+            self.products.route(x, packed.weight, out, packed.piece)
+        else:
+            self.products.multiply(x, packed.weight, out, gated=packed.gated)
         return out
 
     def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:

@@ -14,12 +14,17 @@ from adapters.models.kernels.cuda.tiles import (
     choose_tile_in_pieces,
     count_parts,
     cut_columns,
+    round_up_to_power,
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.triton import linear
 from adapters.models.kernels.triton.hopper import hopper_pieces
 from adapters.models.kernels.triton.hopper import hopper_products as hopper
+from adapters.models.kernels.triton.hopper.hopper_router import route_few
 from adapters.models.kernels.triton_launch import launch
+
+_STEP = 64  # columns that a warp of `route_few` loads at once
+_HELD = 4  # such steps that it loads ahead, at most
 
 
 @define
@@ -45,6 +50,18 @@ class CudaProducts:
             self._multiply_ahead(x, w, out, gated=gated)
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
+
+    def route(self, x: Tensor, w: Tensor, out: Tensor, piece: int) -> None:
+        """Write x @ w.T to out for a router's weight, whose sums have pieces of so many columns."""
+        if not self.hopper or len(x) > NARROW:
+            self.multiply(x, w, out, gated=0, piece=piece)
+            return
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        warps = max(4, round_up_to_power(count_parts(depth, piece)))
+        options = launch_options(warps, self.pdl) | {"PIECE": piece, "STEP": _STEP, "HELD": min(piece // _STEP, _HELD)}
+        grid = (count_parts(columns, 16), count_parts(count, 8))
+        launch(route_few, grid, w, x, out, count, columns, depth, out.stride(0), **options)
 
     def _multiply_anywhere(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int) -> None:
         if piece:

@@ -8,8 +8,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.kernels.cuda.draw import draw_tokens, weigh_tokens
-from adapters.models.kernels.cuda.extremes import find_extremes
+from adapters.models.kernels.cuda.draw import draw_tokens, find_extremes, weigh_tokens
 from adapters.models.kernels.cuda.penalties import GpuPenalties, apply_penalties
 from adapters.models.kernels.interfaces.sampling_interface import Penalties, RowPicker
 from effects.ids import Tokens

@@ -80,6 +80,7 @@ class TilePlanner:
             plan.tables[kind] = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
         if kind not in plan.fresh:
             self._plan_kind(batch, kind)
+            self._end_planning()
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         self.planned_bodies.add(self.running)
@@ -89,6 +90,11 @@ class TilePlanner:
         """Compute the step's tiles on the device, of every kind that was asked for so far."""
         for kind in batch.plan.tables:
             self._plan_kind(batch, kind)
+        self._end_planning()
+
+    def _end_planning(self) -> None:
+        if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
+            self._touched.abs_()
 
     def _plan_kind(self, batch: Batch, kind: TileKind) -> None:
         plan: StepTiles = batch.plan
@@ -104,6 +110,4 @@ class TilePlanner:
         else:
             shape |= {"WINDOW": kind.window, "num_warps": 4}
             launch(step_tiles.plan_tiles, (1,), batch.slots, batch.positions, *given, **shape)
-        if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
-            self._touched.abs_()
         plan.fresh.add(kind)

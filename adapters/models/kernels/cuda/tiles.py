@@ -36,12 +36,18 @@ CODED_AHEAD = {
     256: {"CONSUMERS": 1, "REGISTERS": 208, "K_STAGES": 2, "V_STAGES": 2},
 }
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
-# heads of 256 take all of it, and have eight warps.
+# heads of 256 take all of it, and have eight warps. Those of heads of 512 have half of a value's columns.
 AHEAD = {
     64: {"K_STAGES": 4, "V_STAGES": 3},
     128: {"K_STAGES": 4, "V_STAGES": 3},
     256: {"K_STAGES": 3, "V_STAGES": 3},
+    512: {"K_STAGES": 3, "V_STAGES": 3},
 }
+# The same for the kernel of `hopper_rows`, whose tiles of keys and of values share a ring. Those of 64
+# take longer there.
+ROWS_AHEAD = {256: 6, 512: 3}
+AHEAD_PARTS = {512: 2}  # programs that share the columns of a value
+AHEAD_QUERIES = 64  # rows of a program's tile of queries
 
 
 def choose_tiles(q: Tensor) -> tuple[int, int]:
@@ -172,6 +178,12 @@ def limit_stages(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:
     """Return the tile with as many steps loaded ahead as shared memory holds."""
     fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
+
+
+def choose_piece(depth: int, dtype: torch.dtype) -> int:
+    """Choose the columns of a piece of a router's product; 0: its sum is one chain, as that of float32."""
+    pieces = 16
+    return count_parts(depth, 64 * pieces) * 64 if dtype.itemsize == 2 else 0
 
 
 @frozen

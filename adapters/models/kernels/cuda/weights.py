@@ -15,10 +15,13 @@ from adapters.models.kernels.offload import list_tensors
 
 @frozen
 class CudaWeight:
-    """A weight `[N, K]` as products read it. gated: a number of `GATES`, where gate and up rows alternate; or 0."""
+    """A weight `[N, K]` as products read it. gated: a number of `GATES`, where gate and up rows alternate; or 0.
+    piece: columns of which a sum is one chain; 0: all.
+    """
 
     weight: Tensor
     gated: int = 0
+    piece: int = 0
 
 
 def can_be_grouped(weights: GatedWeights) -> bool:

@@ -176,6 +176,10 @@ class Kernels(RowKernels, Protocol):
         """
         ...
 
+    def pack_router(self, weight: Tensor) -> Any:
+        """Pack the weight by which experts are chosen, for `linear`. Its sums may have an order of their own."""
+        ...
+
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """Multiply `[R, K]`: x @ weight.T, `[R, N]`, accumulated in float32 and rounded once."""
         ...

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_merge import are_last, clear_padding, merge_row
+from adapters.models.kernels.triton.hopper.hopper_merge import clear_padding, find_padding, merge_rows
 from adapters.models.kernels.triton.hopper.hopper_ring import make_ring, request_tile
 from adapters.models.kernels.triton.online_softmax import NOTHING, lowest_key
 
@@ -72,8 +72,10 @@ def _ask_first(
     PAGE: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
+    column=0,
 ):
-    """Load the tiles from `low` to `high` that fit into the rings. start: the run's first key, in `split`.
+    """Load the tiles from `low` to `high` that fit into the rings. start: the run's first key, in `split`. column: of
+    values, the first one of the program.
 
     source: the slot's first row where rows are not paged, its pages, its capacity, and the key head.
     """
@@ -82,7 +84,21 @@ def _ask_first(
         wanted = (ahead >= low) & (ahead < high)
         request_tile(k_desc, k_ring, k_come, read + ahead, row, K_STAGES, wanted)
         if ahead < V_STAGES:
-            request_tile(v_desc, v_ring, v_come, read + ahead, row, V_STAGES, wanted)
+            request_tile(v_desc, v_ring, v_come, read + ahead, row, V_STAGES, wanted, column)
+
+
+@gluon.jit
+def _add_keys(weights):
+    """Return the sum of each row's weights, in the order of `attention`.
+
+    There tiles of 32 keys are cut between warps, eight keys each, and the sums of warps are added crosswise.
+    """
+    if weights.shape[1] > 32:
+        total = gl.sum(weights, 1)
+    else:
+        eights = gl.sum(weights.reshape((weights.shape[0], 2, 2, 8)), 3)
+        total = gl.convert_layout(gl.sum(gl.sum(eights, 1), 1), gl.SliceLayout(1, weights.type.layout))
+    return total
 
 
 @gluon.jit
@@ -102,7 +118,7 @@ def _weigh_scores(scores, masked, key0, position, peak, total, scale, WINDOW: gl
     scales = gl.full(scores.shape, 1.0, gl.float32, layout=layout) * scale
     weights = gl.exp2(gl.fma(scores, scales, -spread))
     fade = gl.exp2(peak - new_peak)
-    return weights, fade, new_peak, gl.fma(total, fade, gl.sum(weights, 1))
+    return weights, fade, new_peak, gl.fma(total, fade, _add_keys(weights))
 
 
 @gluon.jit
@@ -112,7 +128,8 @@ def _forget(values, most, num_warps: gl.constexpr, least=0):
     They are behind a window, or they have not been written. So they may hold anything.
     """
     HEAD: gl.constexpr = values.shape[1]
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [num_warps, 1], [1, 0])
+    ACROSS: gl.constexpr = min(32, HEAD // 8)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [num_warps, 1], [1, 0])
     row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, ROWS))
     values.store(gl.where(((row >= least) & (row <= most))[:, None], values.load(ROWS), 0.0))
     fence_async_shared()
@@ -133,8 +150,8 @@ def _fold(all_acc, acc, peak, total, all_peak, all_total):
 
 @gluon.jit
 def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr):
-    """Return the tile of rows that an item is of: its first row, rows, slot, first position; the key head; how many
-    splits the tile has, the number of its first one, and which of these splits the item is.
+    """Return the tile of rows that an item is of: its first row, rows, slot, first position; the key head, or part of
+    one, out of KV; how many splits the tile has, the number of its first one, and which of these splits the item is.
     """
     tile = gl.sum((ends <= item // KV).to(gl.int32), 0)
     before = gl.max(gl.where(t < tile, ends, 0), 0)
@@ -148,8 +165,15 @@ def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr):
     return row0, count, slot, first, item // splits, splits, low, item % splits
 
 
+@gluon.constexpr_function
+def _layout_of_queries(scores, are_shared, num_warps):
+    """Return the layout that queries are loaded in: that of the scores' left side, or rows for shared memory."""
+    rows = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
+    return rows if are_shared else gl.DotOperandLayout(0, scores, 2)
+
+
 @gluon.jit(do_not_specialize=["tile_limit"])
-def attend_splits_ahead(
+def attend_splits_ahead(  # noqa: C901 - branches of constants
     q_ptr,
     k_desc,
     v_desc,
@@ -187,6 +211,8 @@ def attend_splits_ahead(
     AT_ONCE: how many partials are merged together. The program that writes the last partial of a tile and key head
     merges them; 0: no program does.
     With eight warps, two share a row of the output: see `hopper_chain`. WINDOW: tiles were planned for it.
+    Registers do not hold queries and the output of heads of 512. So queries are in shared memory, and v_desc has half
+    of a head's columns: two programs compute the same scores, and half of the output each.
     left: int32, KV numbers for each row of the bucket: how many partials have been written. It is zero before and
     after the launch.
     """
@@ -194,11 +220,13 @@ def attend_splits_ahead(
     BLOCK_M: gl.constexpr = 64
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     HEAD: gl.constexpr = k_desc.block_type.shape[1]
+    SIZE: gl.constexpr = v_desc.block_type.shape[1]
+    PARTS: gl.constexpr = HEAD // SIZE
     OF_SPLIT: gl.constexpr = SPLIT // BLOCK_N
     COLUMNS: gl.constexpr = num_warps // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
-    QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, SIZE // COLUMNS, 16])
+    QUERIES: gl.constexpr = _layout_of_queries(SCORES, PARTS > 1, num_warps)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     gl.static_assert(PAGE % BLOCK_N == 0)
     gl.static_assert(PAGE <= SPLIT)
@@ -208,15 +236,22 @@ def attend_splits_ahead(
         gdc_launch_dependents()
     k_ring, k_come = make_ring(k_desc, K_STAGES)
     v_ring, v_come = make_ring(v_desc, V_STAGES)
+    if PARTS > 1:
+        q_shared = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD], k_desc.layout)
     t = gl.arange(0, LIMIT, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
     ends = gl.load(tiles_ptr + t * 8 + 4, mask=t < tile_limit, other=2147483647)
-    items = gl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
+    items = gl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * (KV * PARTS)
+    has_padding = False
+    if AT_ONCE > 0:
+        has_padding = find_padding(tiles_ptr, t, tile_limit)  # long before anything waits for it
     run = gl.cdiv(items, gl.num_programs(0))
     item = gl.program_id(0) * run
     stop_item = gl.minimum(item + run, items)
     read = 0  # tiles, so far
     while item < stop_item:
-        row0, count, slot, first, kv_head, splits, low, offset = _whose(tiles_ptr, ends, t, item, KV)
+        row0, count, slot, first, part, splits, low, offset = _whose(tiles_ptr, ends, t, item, KV * PARTS)
+        kv_head = part // PARTS
+        column = part % PARTS * SIZE
         last = first + count - 1
         here = gl.minimum(splits - offset, stop_item - item)
         split = low + offset
@@ -231,7 +266,7 @@ def attend_splits_ahead(
         source = (base, pages, capacity, kv_head)
         _ask_first(
             k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, 0, old, start, split, (page, after), source, KV,
-            SPLIT, PAGE, K_STAGES, V_STAGES,
+            SPLIT, PAGE, K_STAGES, V_STAGES, column,
         )  # fmt: skip
         if PDL:
             gdc_wait()
@@ -240,10 +275,14 @@ def attend_splits_ahead(
         real = (i // PADDED < count) & (i % PADDED < GROUP)
         of_head = ((row0 + i // PADDED) * HEADS + kv_head * GROUP + i % PADDED).to(gl.int64)
         q = gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0)
+        if PARTS > 1:
+            q_shared.store(q)
+            fence_async_shared()
+            q = q_shared
         if old < gl.minimum(tiles, K_STAGES):
             _ask_first(
                 k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, old, tiles, start, split, (page, after), source,
-                KV, SPLIT, PAGE, K_STAGES, V_STAGES,
+                KV, SPLIT, PAGE, K_STAGES, V_STAGES, column,
             )  # fmt: skip
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         position = gl.minimum(first + m // PADDED, last)
@@ -252,7 +291,7 @@ def attend_splits_ahead(
         to = ((row0 + o // PADDED) * HEADS + kv_head * GROUP + o % PADDED).to(gl.int64) * split_limit
         number = 0
         for at_split in range(split, split + here):
-            acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
+            acc = gl.zeros([BLOCK_M, SIZE], gl.float32, layout=OUT)
             peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
             total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
             left_here = gl.minimum(tiles, ((at_split + 1) * SPLIT - start) // BLOCK_N) - number
@@ -278,30 +317,21 @@ def attend_splits_ahead(
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 coming = number + V_STAGES
                 row = _row(start + coming * BLOCK_N, at_split, (page, after), source, KV, SPLIT, PAGE)
-                request_tile(v_desc, v_ring, v_come, read + coming, row, V_STAGES, coming < tiles)
+                request_tile(v_desc, v_ring, v_come, read + coming, row, V_STAGES, coming < tiles, column)
                 number += 1
             page = after
             after = _page(pages, at_split + 2, capacity, SPLIT, PAGE)
-            e = gl.arange(0, HEAD, layout=gl.SliceLayout(0, OUT))
+            e = column + gl.arange(0, SIZE, layout=gl.SliceLayout(0, OUT))
             place = to + at_split % split_limit
             gl.store(acc_ptr + place[:, None] * HEAD + e[None, :], acc, mask=kept[:, None])
             sums = sums_ptr + place * 2
             gl.store(sums, gl.convert_layout(peak, gl.SliceLayout(1, OUT)), mask=kept)
             gl.store(sums + 1, gl.convert_layout(total, gl.SliceLayout(1, OUT)), mask=kept)
         read += tiles
-    if AT_ONCE > 0:
-        item = gl.program_id(0) * run
-        while item < stop_item:
-            row0, count, slot, first, kv_head, splits, _, offset = _whose(tiles_ptr, ends, t, item, KV)
-            here = gl.minimum(splits - offset, stop_item - item)
-            item += here
-            due = gl.where(are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)
-            for row in range(due):  # a name: Triton would carry out twice what a range is made of
-                head0 = (row0 + row) * HEADS + kv_head * GROUP
-                begin = _lowest_key(first + row, WINDOW) // SPLIT
-                end = (first + row) // SPLIT + 1
-                merge_row(
-                    acc_ptr, sums_ptr, out_ptr, sinks_ptr + kv_head * GROUP, head0, begin, end, split_limit, GROUP,
-                    PADDED, HEAD, AT_ONCE, SINKS, num_warps,
-                )  # fmt: skip
+        if AT_ONCE > 0:
+            merge_rows(
+                acc_ptr, sums_ptr, out_ptr, sinks_ptr, left_ptr, row0, count, first, kv_head, here, splits * PARTS,
+                split_limit, HEADS, KV, GROUP, PADDED, HEAD, SPLIT, AT_ONCE, WINDOW, SINKS, num_warps,
+            )  # fmt: skip
+    if AT_ONCE > 0 and has_padding:
         clear_padding(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)

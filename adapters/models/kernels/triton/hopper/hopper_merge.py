@@ -10,9 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.online_softmax import NOTHING
+from adapters.models.kernels.triton.online_softmax import NOTHING, lowest_key
 
 _NOTHING = gl.constexpr(NOTHING.value)
+_lowest_key = gluon.jit(lowest_key.fn)
 
 
 @gluon.jit
@@ -84,6 +85,53 @@ def merge_row(
         all_acc = gl.fma(nothing, nothing + new[:, None], all_acc * old[:, None])
     out = all_acc / gl.where(all_total > 0.0, all_total, 1.0)[:, None]
     gl.store(out_ptr + head[:, None] * HEAD + d, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
+
+
+@gluon.jit
+def merge_rows(
+    acc_ptr,
+    sums_ptr,
+    out_ptr,
+    sinks_ptr,
+    left_ptr,
+    row0,
+    count,
+    first,
+    kv_head,
+    here,
+    splits,
+    split_limit,
+    HEADS: gl.constexpr,
+    KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    PADDED: gl.constexpr,
+    HEAD: gl.constexpr,
+    SPLIT: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Count `here` partials of `splits` of a tile and key head, and merge all of them if they are the last ones.
+
+    row0, count, first: the tile's first row, its rows, and the first one's position.
+    """
+    due = are_last(left_ptr + row0 * KV + kv_head, here, splits).to(gl.int32) * count
+    for row in range(due):  # a name: Triton would carry out twice what a range is made of
+        head0 = (row0 + row) * HEADS + kv_head * GROUP
+        begin = _lowest_key(first + row, WINDOW) // SPLIT
+        end = (first + row) // SPLIT + 1
+        merge_row(
+            acc_ptr, sums_ptr, out_ptr, sinks_ptr + kv_head * GROUP, head0, begin, end, split_limit, GROUP, PADDED,
+            HEAD, AT_ONCE, SINKS, num_warps,
+        )  # fmt: skip
+
+
+@gluon.jit
+def find_padding(tiles_ptr, t, tile_limit):
+    """Return whether any of the tiles `t` has padded rows."""
+    first = gl.load(tiles_ptr + t * 8 + 3, mask=t < tile_limit, other=0)
+    return gl.max((first < 0).to(gl.int32), 0) > 0
 
 
 @gluon.jit

@@ -22,11 +22,11 @@ def make_ring(desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def request_tile(desc, ring, come, number, row, STAGES: gl.constexpr, pred):
-    """Load tile `number` of those that this program reads to its slot of the ring."""
+def request_tile(desc, ring, come, number, row, STAGES: gl.constexpr, pred, column=0):
+    """Load tile `number` of those that this program reads, from a row and column on, to its slot of the ring."""
     at = number % STAGES
     mbarrier.expect(come.index(at), desc.block_type.nbytes, pred=pred)
-    bring(desc, [row, 0], come.index(at), ring.index(at), pred=pred)
+    bring(desc, [row, column], come.index(at), ring.index(at), pred=pred)
 
 
 @gluon.jit

@@ -1,0 +1,98 @@
+"""Launches of flash decoding on Hopper: splits of the keys of few rows, whose tiles are requested ahead."""
+
+from __future__ import annotations
+
+from attrs import frozen
+from torch import Tensor
+
+from adapters.models.kernels.cuda.descriptors import Constants, describe_blocks, launch_options, shared_layout
+from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS_AHEAD
+from adapters.models.kernels.triton.hopper import hopper_attention, hopper_rows
+from adapters.models.kernels.triton_launch import launch
+
+ALONE_HEADS = 8  # of a key head, at most, that are the short side of a product
+_MERGED = 1 << 14  # numbers of partials that a program of four warps has in registers
+
+
+@frozen(eq=False)
+class HopperSplits:
+    """The arguments of both kernels. tiles: see `TilePlanner`. partials: results of splits, their peaks and totals,
+    and how many have been written. sizes: rows of a slot, and splits of a tile. shape: constants of both kernels.
+    processors: of the device.
+    """
+
+    q: Tensor
+    caches: tuple[Tensor, Tensor]
+    tiles: Tensor
+    pages: Tensor
+    partials: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
+    sinks: Tensor
+    sizes: tuple[int, int]
+    shape: Constants
+    scale: float
+    processors: int
+    pdl: bool | None
+
+    def attend(self, kv: int, padded: int, key_tile: int, *, merges: bool) -> None:
+        """Attend with tiles of several rows. padded: heads of a key head, rounded up. merges: the kernel does."""
+        head = self.q.shape[2]
+        parts = AHEAD_PARTS.get(head, 1)
+        widths = (head, head // parts)
+        warps = 8 if head == 256 else 4
+        own = {**AHEAD[head], "AT_ONCE": self._merge_at_once(padded, warps) if merges else 0}
+        self._launch(hopper_attention.attend_splits_ahead, kv * parts, (key_tile, widths, warps), own)
+
+    def attend_alone(self, kv: int, padded: int, key_tile: int) -> None:
+        """Attend with tiles of one row, and merge its partials. padded: up to `ALONE_HEADS`."""
+        head = self.q.shape[2]
+        own = {
+            "RING": ROWS_AHEAD[head],
+            "UNIT": key_tile,
+            "P_LAYOUT": shared_layout((ALONE_HEADS, key_tile), self.q.dtype),
+            "AT_ONCE": self._merge_at_once(padded, 4),
+        }
+        self._launch(hopper_rows.attend_rows_ahead, kv, (KV_TILE, (head, head), 4), own)
+
+    def _merge_at_once(self, padded: int, warps: int) -> int:
+        """Return how many partials of a key head are merged together."""
+        head = self.q.shape[2]
+        most = 16 if head <= 128 else 8
+        return min(most, max(1, _MERGED * warps // 4 // (padded * max(128, head))))
+
+    def _launch(self, kernel: object, heads: int, block: tuple[int, tuple[int, int], int], own: Constants) -> None:
+        """Launch a kernel. heads: key heads, or parts of them. block: keys of a tile, its columns of keys and of
+        values, and warps.
+        """
+        tile, widths, warps = block
+        head = self.q.shape[2]
+        capacity, splits = self.sizes
+        limit = len(self.tiles)
+        acc, sums, counts = self.partials
+        # While one program of a processor computes, the rows of the other one come.
+        programs = min(limit * splits * heads, self.processors * (1 if head > 128 else 2))
+        assert programs >= heads
+        described = [
+            describe_blocks(cache.view(-1, head), tile, width) for cache, width in zip(self.caches, widths, strict=True)
+        ]
+        launch(
+            kernel,
+            (programs,),
+            self.q,
+            *described,
+            self.tiles,
+            acc,
+            sums,
+            self.pages,
+            capacity,
+            limit,
+            splits,
+            self.scale,
+            counts,
+            self.out,
+            self.sinks,
+            **self.shape,
+            **own,
+            enable_fp_fusion=False,
+            **launch_options(warps, self.pdl),
+        )
