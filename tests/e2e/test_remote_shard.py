@@ -96,6 +96,7 @@ def test_a_killed_process_is_started_again_and_none_outlives_the_server(tmp_path
     assert not [line for line in server.errors if "Traceback" in line]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_drafters_process_scores_what_one_here_does_and_comes_again() -> None:
     how = ("--prefill-compression", "always", "--prefill-keep-ratio", "0.3", "--max-ctx", "1024", "--draft", "none")

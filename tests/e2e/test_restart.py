@@ -171,6 +171,7 @@ def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) ->
         assert "day. Rule 0" in explained["kept"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has a home of its own. Of the proofs only the draft's is damaged: another outcome of the target's
