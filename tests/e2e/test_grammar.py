@@ -54,7 +54,6 @@ PET: dict[str, Any] = {
 }
 
 
-@pytest.mark.long
 def test_what_instructor_asks_for_is_held_in_both_of_its_modes() -> None:
     tool = {"type": "function", "function": {"name": "Pet", "parameters": PET}}
     named = {"type": "function", "function": {"name": "Pet"}}
