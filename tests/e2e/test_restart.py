@@ -179,7 +179,7 @@ def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monke
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-codec", "auto")
-    with serving(*words) as server:
+    with serving(*words, start=plainly) as server:
         ask(server)
         server.complete(PROMPT[::-1], **ASKED, prefix_cache={"scope": "auto"})  # recent prompts are compared, so kept
         assert set(damaged(server).values()) == {0}
@@ -198,7 +198,7 @@ def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monke
         assert files
         for one in files:
             one.write_bytes(one.read_bytes()[:-9])
-    with serving(*words) as server:
+    with serving(*words, start=plainly) as server:
         end = time.monotonic() + 60  # the writer's thread looks at what the journal does not know
         while damaged(server)["run"] < 1 and time.monotonic() < end:
             time.sleep(0.1)
