@@ -13,10 +13,10 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, settings
 
 import engine  # noqa: F401 - before torch: how its threads wait
 from tests.compile_once import compile_modules
+from tests.examples import register_profiles
 from tests.pairs import is_usual
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
@@ -28,10 +28,7 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Hypothesis would fail an example that takes 200 ms, or examples that take long to be drawn. Both say how busy a
-# machine is, and nothing about the code. pytest's own time limit ends a test that hangs.
-settings.register_profile("any_machine", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
-settings.load_profile("any_machine")
+register_profiles()
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # numbers of tests that are not run, by the reason
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit

@@ -2,8 +2,8 @@
 
 A start measures how long chunks and decode steps take, or checks what an earlier start has kept. That is up to a
 second for each server, and the scheduler then decides by how busy the machine was. Here a chunk and a step always take
-the same time at first. The scheduler learns from what follows as it always does. `tests/engine/loading/calibration` tests
-the measurements, and so do all servers that are started with `plainly`.
+the same time at first. The scheduler learns from what follows as it always does. The measurements are tested in
+`tests/engine/loading/calibration`, and by all servers that are started with `plainly`.
 """
 
 from __future__ import annotations

@@ -338,6 +338,8 @@ async def test_hostile_grammars_are_refused_or_cost_little(hasty: Grammars, name
     assert following(grammars.match(Grammar("regex", "fine"))), "whatever became of the process that tried the other"
 
 
+# By default `tests/http/request/test_form.py` has a grammar that takes as long.
+@pytest.mark.long
 async def test_what_costs_too_much_is_killed_and_says_so(grammars: Grammars) -> None:
     with pytest.raises(GrammarRefused, match=r"compiling it (took more than 2 s of processor time|ended its process)"):
         await grammars.admit(HOSTILE["multiples"], stays)
