@@ -96,7 +96,7 @@ def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> li
 @pytest.mark.parametrize("model", [pytest.param("demo", marks=pytest.mark.long), "demo-hybrid"])
 def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> None:
     with serving(model, "--max-ctx", "8192") as server:
-        off, known = prompts(server, 3, stabilize="off"), prompts(server, 6)
+        off, known = prompts(server, 2, stabilize="off"), prompts(server, 4)
     for whole, computed in off:
         assert computed > whole - 64  # from the first line on
     for (before, _), (whole, computed) in pairwise(known):

@@ -63,7 +63,9 @@ def chunks(usual: int, most: int, start: int = 0, step: int = CHUNK) -> list[Any
 
 
 @pytest.mark.parametrize(
-    "first", [*chunks(COVERED + 2 * CHUNK, 10_000, start=COVERED), *chunks(0, COVERED)], ids=lambda first: f"from {first}"
+    "first",
+    [*chunks(COVERED + 2 * CHUNK, 10_000, start=COVERED), *chunks(0, COVERED)],
+    ids=lambda first: f"from {first}",
 )
 def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> None:
     """The first schedules are played by `test_the_schedules_go_nearly_everywhere`, so here they are long."""
