@@ -54,6 +54,15 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def rates_are_given() -> Iterator[None]:
+    """For tests that load models, and to which it does not matter how long their steps take: no rates are measured."""
+    from tests.given_rates import given_rates  # noqa: PLC0415 - it imports torch
+
+    with given_rates():
+        yield
+
+
 def pytest_collection() -> None:
     """Collect without garbage collections. Nearly all that is made then stays, so they would find little, and they take
     a fifth of the time.

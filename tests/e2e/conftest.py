@@ -1,15 +1,10 @@
-"""The models that these tests load here have given rates, as the servers that are forked do."""
+"""Models that these tests load themselves have given rates, as those of the servers that they fork."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(scope="package", autouse=True)
-def rates_are_given() -> Iterator[None]:
-    from tests.given_rates import given_rates  # noqa: PLC0415 - it imports torch, which collecting does without
-
-    with given_rates():
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_timed(rates_are_given: None) -> None:
+    """Let each module have them."""
