@@ -54,6 +54,22 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def confined_processes_are_forked() -> Iterator[None]:
+    from tests.forked_worker import forked_workers  # noqa: PLC0415 - collecting does without
+
+    with forked_workers():
+        yield
+
+
+@pytest.fixture
+def workers_start_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the start of a confined process, and of what such a process has before it."""
+    from tests.forked_worker import WorkerProcess, start_in_full  # noqa: PLC0415 - as above
+
+    monkeypatch.setattr(WorkerProcess, "start", staticmethod(start_in_full))
+
+
 @pytest.fixture(scope="module")
 def rates_are_given() -> Iterator[None]:
     """For tests that load models, and to which it does not matter how long their steps take: no rates are measured."""
@@ -73,7 +89,6 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Leave what was collected out of every later garbage collection: thousands of tests, and the libraries."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -1,5 +1,5 @@
-"""A process that has imported what a server imports. It forks whenever it is asked to, and what is forked measures no
-rates (`tests/given_rates.py`).
+"""A process that has imported what a server imports. It forks whenever it is asked to. What is forked measures no
+rates (`tests/given_rates.py`) and has confined processes that are forked as well (`tests/forked_worker.py`).
 
 `python -m tests.e2e.forking DESCRIPTOR`, the descriptor of a socket of packets. Each packet has the command to run, and
 descriptors for its standard output, for its standard error, and for its process id and exit status. The process ends
@@ -75,12 +75,14 @@ def main(descriptor: int) -> None:
     for module in PREPARED:
         importlib.import_module(module)
 
-    from tests.given_rates import given_rates  # noqa: PLC0415 - it imports torch, behind what comes before torch
+    from tests.forked_worker import forked_workers, start_forker  # noqa: PLC0415 - behind what comes before torch
+    from tests.given_rates import given_rates  # noqa: PLC0415 - it imports torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is for the process that runs the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    start_forker()
     gc.freeze()
-    with socket.socket(fileno=descriptor) as asking, given_rates():
+    with socket.socket(fileno=descriptor) as asking, given_rates(), forked_workers():
         while True:
             raw, descriptors, *_ = socket.recv_fds(asking, MESSAGE, 3)
             if not raw:

@@ -89,8 +89,9 @@ STATEFUL = tuple(
 TIGHT = evolve(BLOCKS[0], scorer_max_tokens=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
 SPANNING = evolve(BLOCKS[2], chunks_per_prefill=2)  # a prefill of two chunks
-# Those in which a slot may lose its rows, and how often. With a store, a prompt scorer and kept answers, jobs of several
-# scopes have 31,000 nodes then, as many as all other combinations together: only the walk of all options has them.
+# Those in which a slot may lose its rows, and how often. With a store, a prompt scorer and kept answers, jobs of
+# several scopes have 31,000 nodes then, as many as all other combinations together: only the walk of all options has
+# them.
 MOST_LOSSES = {(True, 0, 9, False): 1, (True, 0, 9, True): 2, (False, 0, 9, True): 2, (False, 1, 0, True): 2}
 LOSING = {
     one: MOST_LOSSES[kind]

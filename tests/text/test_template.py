@@ -190,6 +190,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.usefixtures("workers_start_in_full")
 @one_in(3, "name")
 @pytest.mark.parametrize("name", LOOPS)
 async def test_a_template_that_loops_or_hoards_is_stopped_and_the_event_loop_goes_on(make: Make, name: str) -> None:
@@ -215,6 +216,7 @@ async def test_a_template_that_loops_or_hoards_is_stopped_and_the_event_loop_goe
     assert ticks > 10 * seconds - 2
 
 
+@pytest.mark.usefixtures("workers_start_in_full")
 async def test_a_killed_worker_is_replaced(make: Make) -> None:
     template = make(
         "{% for a in range(messages[0].content | int) %}{% for b in range(99999) %}{% endfor %}{% endfor %}ok",
@@ -269,6 +271,7 @@ async def test_renders_that_overlap_do_not_mix(make: Make) -> None:
     assert len(results) == 50
 
 
+@pytest.mark.usefixtures("workers_start_in_full")
 async def test_the_worker_sees_no_environment_of_the_servers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REKINDLE_API_KEY", "secret")
     template = make("x")
