@@ -1,7 +1,7 @@
 """How many examples hypothesis tries for a property.
 
-A usual run tries two in five of them, and other ones each time.
-`make test ARGS="--hypothesis-profile all_examples -m 'long or not long'"` tries all.
+A usual run tries two in five of them, and other ones each time. `make test ARGS="--hypothesis-profile all_examples"`
+tries all.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.e2e.prepared import refused, serving
 from tests.e2e.server import Running, plainly
 
 LONG = [10 + 37 * n % 4000 for n in range(1500)]
-PROMPT = LONG[:700]
+PROMPT = LONG[:500]
 ASKED = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "logprobs": 2}
 
 

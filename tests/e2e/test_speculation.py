@@ -150,7 +150,7 @@ async def target(drafted, tmp_path_factory) -> AsyncIterator[LoadedModel]:
 @pytest.fixture(scope="module")
 async def jobs(model, target) -> list[Job]:
     text = Text.load(target.folder)
-    made = [prompt[-300:] for prompt in (await prompts(text, 16))[-8:]]
+    made = [prompt[-300:] for prompt in (await prompts(text, 16))[-6:]]
     await text.aclose()
     how = {"scope": Scope("off")}
     return [Job(prompt, LENGTHS[model], sampling=SAMPLINGS[n % 4], **how) for n, prompt in enumerate(made)]
