@@ -44,8 +44,9 @@ def fork(asking: socket.socket, program: Any, stream: int, report_end: int) -> N
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if child := os.fork():
         os.close(stream)
-        os.write(report_end, to_bytes(child))
-        os.write(report_end, to_bytes(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        with suppress(BrokenPipeError):  # nobody waits for it any more
+            os.write(report_end, to_bytes(child))
+            os.write(report_end, to_bytes(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
         os._exit(0)
     os.close(report_end)
     for standard in (0, 1):
