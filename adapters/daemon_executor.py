@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from adapters.watched_thread import WatchedThread
@@ -26,8 +26,8 @@ class DaemonExecutor(Executor):
         self._name = name
         self._most = most
         self._calls = SimpleQueue[Callable[[], None] | None]()
-        self._idle = threading.Semaphore(0)  # threads that wait for a call
         self._threads = list[WatchedThread]()
+        self._open_calls = 0  # that were submitted and are not over
         self._lock = threading.Lock()
         self._is_shut = False
 
@@ -38,7 +38,8 @@ class DaemonExecutor(Executor):
             if self._is_shut:
                 raise RuntimeError(f"{self._name} takes no more calls")
             self._calls.put(partial(run_call, future, partial(call, *args, **kwargs)))
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+            self._open_calls += 1
+            if len(self._threads) < min(self._open_calls, self._most):
                 self._threads.append(WatchedThread(f"{self._name}_{len(self._threads)}", self._run_calls))
                 self._threads[-1].start()
         return future
@@ -51,16 +52,11 @@ class DaemonExecutor(Executor):
                 self._calls.put(None)
 
     def _run_calls(self) -> None:
-        while True:
-            try:
-                call = self._calls.get_nowait()
-            except Empty:
-                self._idle.release()
-                call = self._calls.get()
-            if call is None:
-                return
+        while (call := self._calls.get()) is not None:
             call()
             del call  # what it holds is free while the thread waits
+            with self._lock:
+                self._open_calls -= 1
 
 
 def run_call(future: Future[T], call: Callable[[], T]) -> None:

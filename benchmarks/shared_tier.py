@@ -227,6 +227,10 @@ class PacedClient(ObjectClient):
     plain: ObjectClient
     pace: Pace
 
+    @property
+    def writes_borrowed_parts(self) -> bool:  # type: ignore[override]
+        return self.plain.writes_borrowed_parts
+
     async def read_object(self, name: str, size: int) -> list[memoryview]:
         return await self.pace.run(self.plain.read_object(name, size), size)
 

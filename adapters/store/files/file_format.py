@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import evolve, field, frozen
@@ -23,6 +25,7 @@ from adapters.store.block_keys import (
     derive_checkpoint_key,
 )
 from adapters.store.files import seekable
+from adapters.store.files.plain_frames import PlainCompressor
 from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
 
 VERSION = 3
@@ -61,7 +64,7 @@ def sort_by_alignment(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return tuple(sorted(specs, key=lambda spec: -ELEMENT_BYTES[spec.dtype]))
 
 
-@frozen
+@frozen(cache_hash=True)
 class Layout:
     """The layout of the rows that are kept of one target, and of its draft if there is one.
 
@@ -169,8 +172,6 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
     frames: the digest of the other frames.
     """
-    count = run.length
-    at = len(run.tokens)
     about = {
         "rekindle_kv": str(VERSION),
         "kind": run.kind,
@@ -186,17 +187,25 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
         about["draft"] = layout.draft.identity
     if run.kind == "state":
         about["since"] = str(run.since)
-    tensors: dict[str, Any] = {
-        "__metadata__": about,
-        "tokens": {"dtype": "I32", "shape": [count], "data_offsets": [0, at]},
-    }
-    for spec in layout.get_specs(run.kind, count):
+    raw = b'{"__metadata__":%b,%b' % (encode_json(about), describe_tensors(layout, run.kind, run.length))
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw + run.tokens
+
+
+@lru_cache(64)
+def describe_tensors(layout: Layout, kind: Kind, tokens: int) -> bytes:
+    """Return the rest of a header behind its metadata. It is the same for all runs of one length."""
+    at = tokens * TOKEN_BYTES
+    tensors: dict[str, Any] = {"tokens": {"dtype": "I32", "shape": [tokens], "data_offsets": [0, at]}}
+    for spec in layout.get_specs(kind, tokens):
         offsets = [at, at + spec.nbytes]
         tensors[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
         at += spec.nbytes
-    raw = json.dumps(tensors, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw + run.tokens
+    return encode_json(tensors)[1:]
+
+
+def encode_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def split_frames(size: int) -> list[tuple[int, int]]:
@@ -207,12 +216,30 @@ def split_frames(size: int) -> list[tuple[int, int]]:
 def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
     """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
     view = memoryview(data)
-    spans = split_frames(len(memoryview(data)))
-    rows = [codec.compress(view[start:stop]) for start, stop in spans]
-    first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
-    frames = [codec.compress(first), *rows]
-    sizes = [len(first), *(stop - start for start, stop in spans)]
-    return [*frames, seekable.encode_table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
+    rows = [codec.compress(view[start:stop]) for start, stop in split_frames(len(view))]
+    first, table = encode_ends(run, layout, codec, rows, [len(frame) for frame in rows])
+    return [first, *rows, table]
+
+
+def encode_run_in_place(run: Run, layout: Layout, data: memoryview, codec: PlainCompressor) -> list[Buffer]:
+    """Return the same file as `encode_run`, in more parts. Most of these show `data`, so that nothing is copied."""
+    rows = codec.compress_in_place(data, FRAME)
+    first, table = encode_ends(run, layout, codec, [parts[-1] for parts in rows], [sum(map(len, one)) for one in rows])
+    return [first, *chain.from_iterable(rows), table]
+
+
+def encode_ends(
+    run: Run, layout: Layout, codec: Compress, rows: Sequence[Buffer], sizes: Sequence[int]
+) -> tuple[bytes, bytes]:
+    """Return what stands before the frames of the rows, and what stands behind them.
+
+    rows: the ends of these frames. sizes: their bytes.
+    """
+    head = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
+    first = codec.compress(head)
+    spans = split_frames(layout.compute_size(run.kind, run.length))
+    frames = [(size, stop - start) for size, (start, stop) in zip(sizes, spans, strict=True)]
+    return first, seekable.encode_table([(len(first), len(head)), *frames])
 
 
 def check_frames(frames: Sequence[Sizes], data: int) -> None:

@@ -15,23 +15,26 @@ import os
 import secrets
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from attrs import define, field
 
 from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent, borrow_scratch, read_fully
-from adapters.store.files.seekable import Damaged
+from adapters.store.files.seekable import Buffer, Damaged
+from adapters.store.shared.borrowed_parts import BorrowedParts
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable, shorten_error
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 
 THREADS = 64  # reads and writes at once; most wait for the folder
+PARTS_AT_ONCE = 512  # of a file, in one call of the system; Linux takes 1,024
 CLEARLY_TEMPORARY = "#"  # with a number behind it: listings of the library leave such files out
 T = TypeVar("T")
 
@@ -40,6 +43,7 @@ T = TypeVar("T")
 class FolderClient(ObjectClient):
     """The client. Its threads are started as they are needed, and end with `close` or with the process."""
 
+    writes_borrowed_parts: ClassVar[bool] = True
     _threads: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-folder", THREADS), init=False)
     _root: Path = field(init=False)
 
@@ -58,7 +62,7 @@ class FolderClient(ObjectClient):
         claim = threading.Lock()
 
         def read() -> T:
-            with open_file(self._root / name) as file:
+            with open_file(f"{self._root}/{name}") as file:
                 found = decode(file)
             if not claim.acquire(blocking=False):
                 raise StoreUnreachable("the caller has not waited for it")
@@ -67,10 +71,18 @@ class FolderClient(ObjectClient):
 
         return await self._run(read, compute_limit(size), claim)
 
-    async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
+    async def write_object(self, name: str, parts: Sequence[Buffer], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
-        write = partial(write_file, self._root / name, parts, replace=replace)
-        await self._run(write, compute_patient_limit(sum(map(len, parts))), threading.Lock())
+        limit_s = compute_patient_limit(sum(map(len, parts)))
+
+        def write() -> None:
+            try:
+                write_file(f"{self._root}/{name}", parts, replace=replace)
+            finally:
+                if isinstance(parts, BorrowedParts):
+                    parts.give_back()
+
+        await self._run(write, limit_s, threading.Lock())
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -81,18 +93,40 @@ class FolderClient(ObjectClient):
         claim: taken by the first of two that end the call: its thread, if the result counts, or this caller after the
         limit.
         """
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        done, _ = await asyncio.wait((running,), timeout=limit_s)
-        if not done and claim.acquire(blocking=False):
-            running.add_done_callback(ignore_result)
-            raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}")
-        return await running
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+
+        def expire() -> None:
+            if not answer.done() and claim.acquire(blocking=False):
+                answer.set_exception(StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}"))
+
+        self._threads.submit(run_and_answer, work, loop, answer)
+        timer = loop.call_later(limit_s, expire)
+        try:
+            found: T = await answer
+        finally:
+            timer.cancel()
+        return found
 
 
-def ignore_result(done: asyncio.Future[T]) -> None:
-    """Retrieve the exception, so that asyncio does not report that nothing did."""
-    if not done.cancelled():
-        done.exception()
+def run_and_answer(work: Callable[[], T], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[T]) -> None:
+    """Run a call, and give the loop's future what becomes of it. Three objects fewer than asyncio's own way need."""
+    try:
+        tell = partial(give_result, answer, work())
+    except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
+        tell = partial(give_error, answer, error)
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(tell)
+
+
+def give_result(answer: asyncio.Future[T], result: T) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+def give_error(answer: asyncio.Future[T], error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 @define(eq=False)
@@ -112,7 +146,7 @@ class FolderFile:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[FolderFile]:
+def open_file(path: str) -> Iterator[FolderFile]:
     """Open a file for as long as the block takes. Raises FileNotFoundError, StoreUnreachable or Damaged."""
     with expect_folder():
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would wait for its writer
@@ -126,42 +160,48 @@ def open_file(path: Path) -> Iterator[FolderFile]:
         os.close(descriptor)
 
 
-def write_file(path: Path, parts: Sequence[bytes], *, replace: bool) -> None:
+def write_file(path: str, parts: Sequence[Buffer], *, replace: bool) -> None:
     """Write a file under another name, and give it its own when it is whole. Raises ObjectExists, StoreUnreachable."""
-    temporary = path.with_name(f"{path.name}{CLEARLY_TEMPORARY}{secrets.randbits(63)}")
+    temporary = f"{path}{CLEARLY_TEMPORARY}{secrets.randbits(63)}"
     try:
         try:
             write_parts(temporary, parts)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_parts(temporary, parts)
         try:
-            if replace:
-                temporary.rename(path)
-            else:
-                path.hardlink_to(temporary)
+            (os.rename if replace else os.link)(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
     except FileExistsError as error:
         raise ObjectExists from error
     except OSError as error:
         raise StoreUnreachable(shorten_error(error)) from error
 
 
-def write_parts(path: Path, parts: Sequence[bytes]) -> None:
+def write_parts(path: str, parts: Sequence[Buffer]) -> None:
     """Write a new file. Raises OSError; what was written is removed then."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         try:
-            for part in parts:
-                left = memoryview(part)
-                while left:
-                    left = left[os.write(descriptor, left) :]
+            for first in range(0, len(parts), PARTS_AT_ONCE):
+                write_fully(descriptor, parts[first : first + PARTS_AT_ONCE])
         finally:
             os.close(descriptor)
     except OSError:
-        path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
         raise
+
+
+def write_fully(descriptor: int, parts: Sequence[Buffer]) -> None:
+    """Write parts to the end of a file. A call may write fewer bytes than it was given."""
+    left = deque(parts)
+    while left:
+        written = os.writev(descriptor, left)
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = memoryview(left[0])[written:]
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from attrs import define, frozen
 
 from adapters.store.files.read_run import RunContent
+from adapters.store.files.seekable import Buffer
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.store_url import ENDPOINTS
@@ -58,6 +59,7 @@ class ObjectClient:
     Each raises StoreUnreachable within its limit; reads raise FileNotFoundError as well.
     """
 
+    writes_borrowed_parts: ClassVar[bool] = False  # else the parts of a file are copies of their own
     url: str
     _store: ObjectStore
 
@@ -137,7 +139,7 @@ class ObjectClient:
 
         return await asyncio.get_running_loop().run_in_executor(workers, read)
 
-    async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
+    async def write_object(self, name: str, parts: Sequence[Buffer], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         from obstore import put_async  # noqa: PLC0415
 

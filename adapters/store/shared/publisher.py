@@ -9,7 +9,6 @@ finds that the store lacks it.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,9 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from attrs import define, field
 
+from adapters.processors import count_processors
 from adapters.store.file_description import make_entry
 from adapters.store.files.codec import CodecChooser
-from adapters.store.files.file_format import Layout, Run, encode_run
+from adapters.store.files.file_format import Layout, Run, encode_run, encode_run_in_place
+from adapters.store.files.plain_frames import PlainCompressor
+from adapters.store.files.seekable import Buffer
+from adapters.store.shared.borrowed_parts import BorrowedParts
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
@@ -27,7 +30,7 @@ from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason,
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
-ENCODERS = max(1, min(UPLOADS, (os.cpu_count() or 1) // 4))  # the other cores serve requests
+ENCODERS = max(1, min(UPLOADS, count_processors() // 4))  # the other cores serve requests
 TASKS = UPLOADS + ENCODERS  # so that as many are encoded meanwhile
 
 
@@ -37,6 +40,14 @@ class WriteWatch:
 
     left: set[int]
     done: Future[None] = field(factory=Future[None])
+
+
+@define(eq=False)
+class HeldRows:
+    """The rows of a job, which the store keeps for it. size: in bytes; 0 once they are let go of."""
+
+    size: int
+    finish: Callable[[], None] | None
 
 
 @define(eq=False)
@@ -114,48 +125,56 @@ class Publisher:
         """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
         while self._queue:
             number, job = self._queue.popleft()
+            rows = HeldRows(job.size, job.finish)
+            run = job.run
             size = 0
             try:
                 parts = await self._encode(job)
-                size = sum(map(len, parts))
-                run = job.run
-                del job  # its rows are free
+                del job
+                if not isinstance(parts, BorrowedParts):
+                    size = sum(map(len, parts))
+                    self._let_go(rows, size)
                 if parts:
                     async with uploads:
                         await self._upload(run, parts)
                     del parts
             finally:
-                with self.lock:
-                    self.uploading_bytes -= size
+                self._let_go(rows, -size)
                 self._count_off(number)
 
-    async def _encode(self, job: WriteRun) -> list[bytes]:
-        """Return the file of a job, in parts. There are none if the run is not to be written.
+    def _let_go(self, rows: HeldRows, file_bytes: int) -> None:
+        """Finish a job whose rows are not needed any more, unless that was done before.
 
-        In any case the job's rows are not needed any more, and `job.finish` is called, which releases them.
+        file_bytes: by which the files that wait have grown at the same moment.
         """
-        parts = list[bytes]()
-        size = job.size
-        finish = job.finish
+        with self.lock:
+            self.uploading_bytes += file_bytes
+            self.queued_bytes -= rows.size
+            rows.size = 0
+            finish, rows.finish = rows.finish, None
+            if finish is not None:
+                finish()
+
+    async def _encode(self, job: WriteRun) -> list[Buffer]:
+        """Return the file of a job, in parts. There are none if the run is not to be written."""
         try:
-            if not has_room(self.limits, size, self.catalogue.count_held_bytes()):
+            if not has_room(self.limits, job.size, self.catalogue.count_held_bytes()):
                 self.counts["dropped_no_room"] += 1
             elif not self.catalogue.is_known(job.run):
-                parts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._make_file, job)
+                return await asyncio.get_running_loop().run_in_executor(self._encoder, self._make_file, job)
         except MemoryError:
             self.counts["write_errors"] += 1
-        finally:
-            del job
-            with self.lock:
-                self.queued_bytes -= size
-                self.uploading_bytes += sum(map(len, parts))
-                finish()
-        return parts
+        return []
 
-    def _make_file(self, job: WriteRun) -> list[bytes]:
-        return encode_run(job.run, self.layout, job.rows.data.numpy().data, self.chooser.create_compressor())
+    def _make_file(self, job: WriteRun) -> list[Buffer]:
+        """Return the parts of a file. They show the job's rows where the client can write that."""
+        data = job.rows.data.numpy().data
+        compressor = self.chooser.create_compressor()
+        if self.client.writes_borrowed_parts and isinstance(compressor, PlainCompressor):
+            return BorrowedParts(encode_run_in_place(job.run, self.layout, data, compressor), job.rows)
+        return [*encode_run(job.run, self.layout, data, compressor)]
 
-    async def _upload(self, run: Run, parts: list[bytes]) -> None:
+    async def _upload(self, run: Run, parts: list[Buffer]) -> None:
         name = name_run(self.catalogue.root, run)
         size = sum(map(len, parts))
         try:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
 from collections import Counter
@@ -41,6 +40,7 @@ from attrs import define, evolve, field
 
 from adapters.cache_figures import TierFigures
 from adapters.daemon_executor import DaemonExecutor
+from adapters.processors import count_processors
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
 from adapters.store.files.file_format import Layout
@@ -92,6 +92,7 @@ class SharedTier:
     _decoders: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-reader", DECODERS))
     _same_thread: SameThreadExecutor = field(factory=SameThreadExecutor)
     _reads: int = 0  # that are under way
+    _processors: int = field(factory=count_processors)
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
     _refresher: Refresher = field(init=False)
@@ -259,9 +260,9 @@ class SharedTier:
             raise
         return buffer
 
-    def _choose_helpers(self) -> Executor:
-        """Return what decodes the parts of a run: other threads, or this one if other reads keep the cores busy."""
-        return self._same_thread if self._reads >= (os.cpu_count() or 1) else self._decoders
+    def _choose_helpers(self) -> Executor | None:
+        """Return the threads that help to decode a run; none if as many reads keep most processors busy."""
+        return None if 2 * self._reads > self._processors else self._decoders
 
     # --- measurements, before any request is served ---
 

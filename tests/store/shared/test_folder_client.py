@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,22 +86,22 @@ def test_what_a_killed_writer_leaves_is_no_object(root: Path, client: FolderClie
 
 
 def test_a_writer_that_fails_leaves_nothing(root: Path, client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = os.write
+    written = os.writev
 
-    def fill_up(descriptor: int, data: bytes) -> int:
-        if len(data) == 500:
+    def fill_up(descriptor: int, parts: Sequence[bytes]) -> int:
+        if len(parts[0]) == 500:
             raise OSError(28, "No space left on device")
-        return written(descriptor, data)
+        return written(descriptor, [parts[0]])
 
-    monkeypatch.setattr(os, "write", fill_up)
+    monkeypatch.setattr(os, "writev", fill_up)
     with pytest.raises(StoreUnreachable, match="No space left"):
         write(client, CONTENT[:600], CONTENT[:500])
     assert not [path for path in root.rglob("*") if path.is_file()]
 
 
 def test_writes_may_take_less_than_they_are_given(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: written(descriptor, data[:100]))
+    written = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: written(descriptor, [parts[0][:100]]))
     write(client, CONTENT)
     assert read(client) == CONTENT
 
@@ -165,14 +165,14 @@ def test_what_was_read_in_time_is_waited_for(client: FolderClient, monkeypatch: 
 
 def test_a_write_that_hangs_ends_for_its_caller(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
-    written = os.write
+    written = os.writev
 
-    def hang(descriptor: int, data: bytes) -> int:
+    def hang(descriptor: int, parts: Sequence[bytes]) -> int:
         goes_on.wait(30)
-        return written(descriptor, data)
+        return written(descriptor, parts)
 
     monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
-    monkeypatch.setattr(os, "write", hang)
+    monkeypatch.setattr(os, "writev", hang)
     with pytest.raises(StoreUnreachable, match="no answer"):
         write(client, CONTENT)
     goes_on.set()

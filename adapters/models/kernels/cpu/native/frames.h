@@ -107,7 +107,7 @@ void rekindle_pack_frame(const uint8_t *data, long content, uint8_t *out) {
 
 // Reads exactly such a frame of `length` bytes at `at` of a file, its content straight into `out`. Returns its checksum, or
 // -1 if that fails or it is not byte for byte the frame that `rekindle_pack_frame` writes; then `out` may hold anything.
-long rekindle_read_frame(int file, long at, long length, uint8_t *out, long content) {
+static long read_frame(int file, long at, long length, uint8_t *out, long content) {
     uint8_t expected[FRAME_HEAD + BLOCK_HEAD], found[FRAME_HEAD + BLOCK_HEAD];
     const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
     uint32_t sum;
@@ -130,4 +130,44 @@ long rekindle_read_frame(int file, long at, long length, uint8_t *out, long cont
     }
     if (pread(file, &sum, FRAME_CHECKSUM, at) != FRAME_CHECKSUM) return -1;
     return sum == (uint32_t)xx_end(&hash, out + hash.count, content - hash.count) ? (long)sum : -1;
+}
+
+// Hashes content as frames of `frame` bytes, fewer in the last, each by itself. `sums` gets their checksums.
+void rekindle_hash_frames(const uint8_t *data, long content, long frame, uint32_t *sums) {
+    for (long at = 0; at < content; at += frame) {
+        const long bytes = content - at < frame ? content - at : frame;
+        xxh64_t hash;
+        xx_begin(&hash);
+        xx_stripes(&hash, data + at, bytes & ~31l);
+        *sums++ = (uint32_t)xx_end(&hash, data + at + hash.count, bytes - hash.count);
+    }
+}
+
+// Reads exactly `length` bytes at `at` of a file. Returns 0, or -1 if there are fewer or reading fails.
+static long read_exactly(int file, long at, uint8_t *out, long length) {
+    for (long done = 0; done < length;) {
+        const long count = pread(file, out + done, (size_t)(length - done), at + done);
+        if (count <= 0) return -1;
+        done += count;
+    }
+    return 0;
+}
+
+// Reads neighbouring frames from `at` of a file on: first one of `head` bytes as it is, if there is one, then those of
+// `content` bytes, `frame` in each and fewer in the last, whose content goes straight into `out`. `sums` gets their
+// checksums, which are compared. Returns 0, or -1 as `read_frame` does.
+long rekindle_read_frames(
+    int file, long at, uint8_t *first, long head, uint8_t *out, long content, long frame, uint32_t *sums
+) {
+    if (frame <= 0 || read_exactly(file, at, first, head)) return -1;
+    at += head;
+    for (long done = 0; done < content; done += frame) {
+        const long bytes = content - done < frame ? content - done : frame;
+        const long length = rekindle_frame_bytes(bytes);
+        const long sum = read_frame(file, at, length, out + done, bytes);
+        if (sum < 0) return -1;
+        *sums++ = (uint32_t)sum;
+        at += length;
+    }
+    return 0;
 }

@@ -170,8 +170,10 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_frame_bytes.restype = size
     code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
     code.rekindle_pack_frame.restype = None
-    code.rekindle_read_frame.argtypes = [number, size, size, pointer, size]
-    code.rekindle_read_frame.restype = size
+    code.rekindle_hash_frames.argtypes = [pointer, size, size, pointer]
+    code.rekindle_hash_frames.restype = None
+    code.rekindle_read_frames.argtypes = [number, size, pointer, size, pointer, size, size, pointer]
+    code.rekindle_read_frames.restype = size
     brief = ctypes.PyDLL(str(folder / FILE))
     for calls in (code, brief):
         calls.rekindle_match_texts.argtypes = [pointer, size]
