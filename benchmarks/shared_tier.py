@@ -53,6 +53,7 @@ import anyio
 import torch
 from attrs import define, evolve, field
 
+from adapters.processors import count_processors
 from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
@@ -483,7 +484,7 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) 
     found["client_reads_on"] = found_way
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
     found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
-    cores = (os.cpu_count() or 1) - (not url.startswith("file:"))
+    cores = count_processors() - (not url.startswith("file:"))
     for what, alone in (("write", "encode_alone"), ("read", "decode_alone")):
         found[f"{alone}_cpu_s/GB"] = median([row[alone] for row in rows[1:]])
         bounds = [
