@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("obstore")
 
+from adapters.sequence_layout import RowSpec
+from adapters.store.block_keys import chain_keys, pack_tokens
+from adapters.store.files.codec import CodecChooser
+from adapters.store.files.file_format import Layout, Run
 from adapters.store.files.read_run import RunContent
 from adapters.store.files.seekable import Damaged
 from adapters.store.shared import folder_client
+from adapters.store.shared.borrowed_parts import BorrowedParts
 from adapters.store.shared.folder_client import FolderClient
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.open_client import open_client
+from adapters.store.shared.publish_policy import SharedLimits
+from adapters.store.shared.shared_tier import SharedTier
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.tier import WriteRun
 
 pytestmark = pytest.mark.timeout(60)
 NAME = "0123/run"
@@ -176,3 +188,74 @@ def test_a_write_that_hangs_ends_for_its_caller(client: FolderClient, monkeypatc
     with pytest.raises(StoreUnreachable, match="no answer"):
         write(client, CONTENT)
     goes_on.set()
+
+
+def lend() -> tuple[BorrowedParts, weakref.ref[Buffer]]:
+    """Return the parts of CONTENT, some of which show a buffer, and a reference to it that does not keep it."""
+    rows = Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8))
+    view = rows.data.numpy().data
+    return BorrowedParts([view[:500], b"", view[500:]], rows), weakref.ref(rows)
+
+
+def test_rows_that_were_written_are_free_before_the_caller_knows_it(root: Path, client: FolderClient) -> None:
+    parts, rows = lend()
+
+    async def run() -> bool:
+        await client.write_object(NAME, parts)
+        return rows() is None
+
+    assert asyncio.run(run())
+    assert (root / NAME).read_bytes() == CONTENT
+    lost, rows = lend()
+    with pytest.raises(ObjectExists):
+        asyncio.run(client.write_object(NAME, lost))
+    assert rows() is None
+
+
+def test_rows_are_kept_for_a_thread_that_hangs(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows in the same memory would be written under this name."""
+    goes_on = threading.Event()
+    written = os.writev
+
+    def hang(descriptor: int, parts: Sequence[bytes]) -> int:
+        goes_on.wait(30)
+        return written(descriptor, parts)
+
+    monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
+    monkeypatch.setattr(os, "writev", hang)
+    parts, rows = lend()
+    with pytest.raises(StoreUnreachable, match="no answer"):
+        asyncio.run(client.write_object(NAME, parts))
+    del parts
+    assert rows() is not None
+    goes_on.set()
+    end = time.monotonic() + 30
+    while rows() is not None:
+        assert time.monotonic() < end, "the thread has ended and its rows are kept"
+        time.sleep(0.002)
+    assert read(client) == CONTENT
+
+
+def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(root: Path, client: FolderClient) -> None:
+    layout = Layout("ab" * 16, 4, RowSpec(("layers.0.k",), 1, 16 << 10, "I8"))
+    root_key, packed = layout.compute_root("rows"), pack_tokens(range(8))
+    run = Run(0, root_key, chain_keys(root_key, packed, 4), packed)
+    rows = Buffer(torch.arange(layout.compute_size("rows", 8), dtype=torch.int32).to(torch.uint8))
+    expected, kept = rows.data.clone(), weakref.ref(rows)
+    ends = list[tuple[bool, int]]()
+    limits = SharedLimits(1 << 30, 0, 1e9)
+    tier = SharedTier(client, layout, threading.RLock(), limits, CodecChooser("store"))
+    tier.start()
+    job = WriteRun(run, rows, lambda: ends.append((kept() is None, tier.queued_bytes)))
+    del rows
+    assert tier.submit(job)
+    del job
+    tier._publisher.watch_writes().result(30)  # noqa: SLF001
+    assert ends == [(True, 0)]
+    assert [path.stat().st_size for path in (root / root_key.hex()).iterdir()] == [tier.counts["written_bytes"]]
+    (entry,) = tier.index.entries.values()
+    memory = SlabMemory(1 << 20)
+    with ThreadPoolExecutor(1) as workers:
+        found = asyncio.run(tier.read(entry, memory, workers))
+    assert torch.equal(found.data, expected)
+    assert tier.close(30)
