@@ -18,8 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -32,6 +31,7 @@ from adapters.store.files.seekable import Buffer, Damaged
 from adapters.store.shared.borrowed_parts import BorrowedParts
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable, shorten_error
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
+from adapters.store.shared.thread_calls import start_call
 
 THREADS = 64  # reads and writes at once; most wait for the folder
 PARTS_AT_ONCE = 512  # of a file, in one call of the system; Linux takes 1,024
@@ -93,40 +93,17 @@ class FolderClient(ObjectClient):
         claim: taken by the first of two that end the call: its thread, if the result counts, or this caller after the
         limit.
         """
-        loop = asyncio.get_running_loop()
-        answer = loop.create_future()
+        answer = start_call(self._threads, work)
 
         def expire() -> None:
             if not answer.done() and claim.acquire(blocking=False):
                 answer.set_exception(StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}"))
 
-        self._threads.submit(run_and_answer, work, loop, answer)
-        timer = loop.call_later(limit_s, expire)
+        timer = asyncio.get_running_loop().call_later(limit_s, expire)
         try:
-            found: T = await answer
+            return await answer
         finally:
             timer.cancel()
-        return found
-
-
-def run_and_answer(work: Callable[[], T], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[T]) -> None:
-    """Run a call, and give the loop's future what becomes of it. Three objects fewer than asyncio's own way need."""
-    try:
-        tell = partial(give_result, answer, work())
-    except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
-        tell = partial(give_error, answer, error)
-    with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(tell)
-
-
-def give_result(answer: asyncio.Future[T], result: T) -> None:
-    if not answer.done():
-        answer.set_result(result)
-
-
-def give_error(answer: asyncio.Future[T], error: BaseException) -> None:
-    if not answer.done():
-        answer.set_exception(error)
 
 
 @define(eq=False)

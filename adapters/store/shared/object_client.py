@@ -23,6 +23,7 @@ from adapters.store.files.seekable import Buffer
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.store_url import ENDPOINTS
+from adapters.store.shared.thread_calls import start_call
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -137,7 +138,7 @@ class ObjectClient:
             then(found)
             return found
 
-        return await asyncio.get_running_loop().run_in_executor(workers, read)
+        return await start_call(workers, read)
 
     async def write_object(self, name: str, parts: Sequence[Buffer], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""

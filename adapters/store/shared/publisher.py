@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from attrs import define, field
 
@@ -27,6 +28,7 @@ from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
 from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason, has_room
+from adapters.store.shared.thread_calls import start_call
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
@@ -161,7 +163,7 @@ class Publisher:
             if not has_room(self.limits, job.size, self.catalogue.count_held_bytes()):
                 self.counts["dropped_no_room"] += 1
             elif not self.catalogue.is_known(job.run):
-                return await asyncio.get_running_loop().run_in_executor(self._encoder, self._make_file, job)
+                return await start_call(self._encoder, partial(self._make_file, job))
         except MemoryError:
             self.counts["write_errors"] += 1
         return []

