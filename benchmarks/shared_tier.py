@@ -57,8 +57,8 @@ from adapters.processors import count_processors
 from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
-from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.files.read_run import PIECE_BYTES, Expected, RunContent, fill_target
+from adapters.store.files.file_format import Expected, Layout, Run, encode_run
+from adapters.store.files.read_run import PIECE_BYTES, RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.shared.object_client import ObjectClient
 from adapters.store.shared.object_pieces import ObjectPieces
@@ -229,8 +229,8 @@ class PacedClient(ObjectClient):
     pace: Pace
 
     @property
-    def writes_borrowed_parts(self) -> bool:  # type: ignore[override]
-        return self.plain.writes_borrowed_parts
+    def is_folder(self) -> bool:  # type: ignore[override]
+        return self.plain.is_folder
 
     async def read_object(self, name: str, size: int) -> list[memoryview]:
         return await self.pace.run(self.plain.read_object(name, size), size)
@@ -254,6 +254,9 @@ class PacedClient(ObjectClient):
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         written = self.plain.write_object(name, parts, replace=replace)
         await self.pace.run(written, sum(map(len, parts)))
+
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], None]) -> None:
+        await self.pace.run(self.plain.write_file(name, size, write), size)
 
     def close(self) -> None:
         self.plain.close()

@@ -37,9 +37,18 @@ from adapters.store.disk.index_journal_file import JournalFile
 from adapters.store.disk.recent_prompts_file import RecentPromptsFile
 from adapters.store.file_description import make_entry, pause_garbage_collection, read_entry
 from adapters.store.files.codec import DECODERS, CodecChooser
-from adapters.store.files.file_format import MAX_HANDLE, Layout, Newer, Outdated, encode_run, format_name, parse_name
+from adapters.store.files.file_format import (
+    MAX_HANDLE,
+    Expected,
+    Layout,
+    Newer,
+    Outdated,
+    encode_run,
+    format_name,
+    parse_name,
+)
 from adapters.store.files.private_folder import LOCK, PrivateFolder
-from adapters.store.files.read_run import Expected, RunFile
+from adapters.store.files.read_run import RunFile
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompts

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import evolve, field, frozen
@@ -25,7 +24,6 @@ from adapters.store.block_keys import (
     derive_checkpoint_key,
 )
 from adapters.store.files import seekable
-from adapters.store.files.plain_frames import PlainCompressor
 from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
 
 VERSION = 3
@@ -136,6 +134,15 @@ class Run:
 
 
 @frozen
+class Expected:
+    """The size with which a file was written, and the run that it must hold."""
+
+    size: int
+    run: Run
+    layout: Layout
+
+
+@frozen
 class FileHead:
     """The description that a file begins with. frames: digest over the checksums of all frames but the first."""
 
@@ -172,6 +179,12 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
     frames: the digest of the other frames.
     """
+    before, after = encode_around_digest(run, layout)
+    return before + frames.hex().encode() + after
+
+
+def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
+    """Return what stands in a head before the digest of the frames, and what stands behind it."""
     about = {
         "rekindle_kv": str(VERSION),
         "kind": run.kind,
@@ -180,16 +193,21 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
         "start": str(run.start),
         "parent": run.parent.hex(),
         "key": run.keys[-1].hex(),
-        "frames": frames.hex(),
     }
+    more = dict[str, str]()
     if run.kind == "draft":
         assert layout.draft is not None, "no draft, so its rows have no layout"
-        about["draft"] = layout.draft.identity
+        more["draft"] = layout.draft.identity
     if run.kind == "state":
-        about["since"] = str(run.since)
-    raw = b'{"__metadata__":%b,%b' % (encode_json(about), describe_tensors(layout, run.kind, run.length))
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw + run.tokens
+        more["since"] = str(run.since)
+    before = b'{"__metadata__":%b,"frames":"' % encode_json(about)[:-1]
+    end = b"," + encode_json(more)[1:] if more else b"}"
+    after = b'"%b,%b' % (end, describe_tensors(layout, run.kind, run.length))
+    size = len(before) + 2 * DIGEST + len(after)
+    padding = -size % 8
+    size += padding
+    after += b" " * padding
+    return size.to_bytes(8, "little") + before, after + run.tokens
 
 
 @lru_cache(64)
@@ -216,30 +234,12 @@ def split_frames(size: int) -> list[tuple[int, int]]:
 def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
     """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
     view = memoryview(data)
-    rows = [codec.compress(view[start:stop]) for start, stop in split_frames(len(view))]
-    first, table = encode_ends(run, layout, codec, rows, [len(frame) for frame in rows])
-    return [first, *rows, table]
-
-
-def encode_run_in_place(run: Run, layout: Layout, data: memoryview, codec: PlainCompressor) -> list[Buffer]:
-    """Return the same file as `encode_run`, in more parts. Most of these show `data`, so that nothing is copied."""
-    rows = codec.compress_in_place(data, FRAME)
-    first, table = encode_ends(run, layout, codec, [parts[-1] for parts in rows], [sum(map(len, one)) for one in rows])
-    return [first, *chain.from_iterable(rows), table]
-
-
-def encode_ends(
-    run: Run, layout: Layout, codec: Compress, rows: Sequence[Buffer], sizes: Sequence[int]
-) -> tuple[bytes, bytes]:
-    """Return what stands before the frames of the rows, and what stands behind them.
-
-    rows: the ends of these frames. sizes: their bytes.
-    """
-    head = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
-    first = codec.compress(head)
-    spans = split_frames(layout.compute_size(run.kind, run.length))
-    frames = [(size, stop - start) for size, (start, stop) in zip(sizes, spans, strict=True)]
-    return first, seekable.encode_table([(len(first), len(head)), *frames])
+    spans = split_frames(len(memoryview(data)))
+    rows = [codec.compress(view[start:stop]) for start, stop in spans]
+    first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
+    frames = [codec.compress(first), *rows]
+    sizes = [len(first), *(stop - start for start, stop in spans)]
+    return [*frames, seekable.encode_table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
 
 
 def check_frames(frames: Sequence[Sizes], data: int) -> None:

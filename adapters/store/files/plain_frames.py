@@ -18,8 +18,6 @@ from adapters.store.files.seekable import Buffer, Compress
 LEVEL = -5
 SHORT = 64 << 10
 MOST = (1 << 32) - 1  # bytes of a content, whose size a frame gives in four bytes
-BEGINNING = b"\x28\xb5\x2f\xfd\xa4"  # zstd's magic number, and the descriptor of a frame as frames.h makes them
-BLOCK = 128 << 10  # bytes of a block, fewer of the last
 
 
 @frozen(eq=False)
@@ -43,36 +41,6 @@ class PlainCompressor:
         self.compiled.rekindle_pack_frame(content.ctypes.data, content.nbytes, find_address(frame))
         return frame
 
-    def compress_in_place(self, data: memoryview, frame: int) -> list[list[Buffer]]:
-        """Return the frames of contents of `frame` bytes each, in parts. Most of these show `data`, which is only read.
-
-        A short last content is compressed. The interpreter is free while checksums are computed.
-        """
-        import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
-
-        content = np.frombuffer(data, np.uint8)
-        sums = np.empty(-(-content.nbytes // frame), "<u4")
-        self.compiled.rekindle_hash_frames(content.ctypes.data, content.nbytes, frame, sums.ctypes.data)
-        checksums = sums.tobytes()
-        found = list[list[Buffer]]()
-        for at in range(0, content.nbytes, frame):
-            view = data[at : at + frame]
-            checksum = checksums[seekable.CHECKSUM * len(found) :][: seekable.CHECKSUM]
-            is_short = not SHORT <= len(view) <= MOST
-            found.append([self.short.compress(view)] if is_short else split_frame(view, checksum))
-        return found
-
-
-def split_frame(content: memoryview, checksum: bytes) -> list[Buffer]:
-    """Return the parts of a frame of plain blocks: what `rekindle_pack_frame` writes, without a copy of the content."""
-    parts: list[Buffer] = [BEGINNING + len(content).to_bytes(4, "little")]
-    for at in range(0, len(content), BLOCK):
-        block = content[at : at + BLOCK]
-        is_last = at + BLOCK >= len(content)
-        parts += [(len(block) << 3 | is_last).to_bytes(3, "little"), block]
-    parts.append(checksum)
-    return parts
-
 
 def create_plain_compressor() -> Compress:
     """Return a compressor of plain frames: the library's, or zstd's where there is none."""
@@ -81,30 +49,22 @@ def create_plain_compressor() -> Compress:
     return short if compiled is None else PlainCompressor(compiled, short)
 
 
-def read_plain_frames(
-    descriptor: int, at: int, head: int, target: memoryview, frame: int
-) -> tuple[memoryview, bytes] | None:
-    """Read neighbouring frames of a file in one call, so that the interpreter is free meanwhile.
+def read_plain_frames(descriptor: int, at: int, target: memoryview, frame: int) -> bytes | None:
+    """Read neighbouring frames of a file straight to their places in `target`, which they fill.
 
-    head: bytes of a first frame, which is returned as it is; 0 for none. The others are read straight to their places
-    in `target`, which they fill. frame: bytes of their contents, fewer of the last.
-
-    Returns the first frame, and the checksums of the others, compared. None where those are not exactly the frames that
-    PlainCompressor makes, or cannot be read. Then the target may hold anything, and another decoder has to say what is
-    wrong.
+    frame: bytes of their contents, fewer of the last. Returns their checksums, compared. None where this is not exactly
+    what PlainCompressor makes, or cannot be read. Then the target may hold anything, and another decoder has to say
+    what is wrong.
     """
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
     compiled = load_functions()
     if compiled is None:
         return None
-    first = np.empty(head, np.uint8)
     place = np.frombuffer(target, np.uint8)
     sums = np.empty(-(-place.nbytes // frame), "<u4")
-    failed = compiled.rekindle_read_frames(
-        *(descriptor, at, first.ctypes.data, head, place.ctypes.data, place.nbytes, frame, sums.ctypes.data)
-    )
-    return None if failed else (first.data, sums.tobytes())
+    failed = compiled.rekindle_read_frames(descriptor, at, place.ctypes.data, place.nbytes, frame, sums.ctypes.data)
+    return None if failed else sums.tobytes()
 
 
 @cache

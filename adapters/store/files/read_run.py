@@ -22,8 +22,7 @@ from adapters.store.files import seekable
 from adapters.store.files.file_format import (
     FRAME,
     MAX_HEAD_BYTES,
-    Layout,
-    Run,
+    Expected,
     check_frames,
     digest_frames,
     encode_head,
@@ -40,15 +39,6 @@ LIBC = ctypes.CDLL(None)
 _free_scratch = deque[mmap.mmap]()  # mappings that are not in use
 
 
-@frozen
-class Expected:
-    """The size with which a file was written, and the run that it must hold."""
-
-    size: int
-    run: Run
-    layout: Layout
-
-
 class RunContent(Protocol):
     """The content of a run's file, wherever it lies. Several threads read pieces of it at once."""
 
@@ -62,6 +52,11 @@ class RunContent(Protocol):
     @property
     def descriptor(self) -> int | None:
         """A file from which frames may be read straight to their places; None where there is none."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The file's path; empty where it is not to be opened again."""
         ...
 
 
@@ -130,12 +125,16 @@ class RunFile(io.FileIO):
         """The file, unless whole pages have to be read of it."""
         return None if self.direct else self.fileno()
 
+    @property
+    def path(self) -> str:
+        """Nothing: the folder opens its files itself."""
+        return ""
+
 
 def fill_target(content: RunContent, expected: Expected, pool: Executor | None, target: memoryview) -> None:
     """Fill the target with the run's tensors.
 
-    pool: its threads help reading. None: this thread reads alone, where others are kept busy by other runs. Then frames
-    that are not compressed are read in one call, because calls of many threads would wait for each other.
+    pool: its threads help reading. None: this thread reads alone, where others are kept busy by other runs.
 
     Raises Damaged if the content is not exactly what we would write for this run, OSError if reading fails.
     """
@@ -143,9 +142,7 @@ def fill_target(content: RunContent, expected: Expected, pool: Executor | None, 
         raise Damaged("the file has another size than when it was written")
     frames = read_table(content, 1 + len(split_frames(len(target))))
     check_frames(frames, len(target))
-    whole = FrameBatch(0, tuple(frames), -frames[0][1])
-    plain = read_plain_batch(content, whole, target) if pool is None else None
-    read = [plain] if plain is not None else read_batches(content, group_frames(frames), pool, target)
+    read = read_batches(content, group_frames(frames), pool, target)
     checksums = [batch.checksums for batch in read]
     if read[0].head != encode_head(expected.run, expected.layout, digest_frames(checksums)):
         raise Damaged("the file holds another run, or another model's")
@@ -254,7 +251,7 @@ def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> Batch
 def read_plain_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> BatchResult | None:
     """Read frames that are not compressed straight to their places, which saves a copy: a third of the time.
 
-    None if this is no file, or if some frame is another one or damaged. Raises Damaged if the head is.
+    None if this is no file, or if some frame is another one or damaged. Raises Damaged if the head is, or OSError.
     """
     head_bytes, head_content = batch.frames[0] if batch.content < 0 else (0, 0)
     rows = batch.frames[1:] if head_bytes else batch.frames
@@ -262,10 +259,11 @@ def read_plain_batch(file: RunContent, batch: FrameBatch, target: memoryview) ->
         return None
     begin = max(batch.content, 0)
     place = target[begin : begin + sum(content for _, content in rows)]
-    read = read_plain_frames(file.descriptor, batch.at, head_bytes, place, FRAME)
-    if read is None:
-        return None
-    return BatchResult(read[1], read_head_frame(read[0], head_content) if head_bytes else b"")
+    checksums = read_plain_frames(file.descriptor, batch.at + head_bytes, place, FRAME)
+    if checksums is None or not head_bytes:
+        return None if checksums is None else BatchResult(checksums)
+    with file.read_piece(batch.at, head_bytes) as raw:
+        return BatchResult(checksums, read_head_frame(raw, head_content))
 
 
 def read_head_frame(frame: memoryview, content: int) -> bytes:

@@ -15,10 +15,10 @@ import os
 import secrets
 import stat
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -27,14 +27,12 @@ from attrs import define, field
 
 from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent, borrow_scratch, read_fully
-from adapters.store.files.seekable import Buffer, Damaged
-from adapters.store.shared.borrowed_parts import BorrowedParts
+from adapters.store.files.seekable import Damaged
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable, shorten_error
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.thread_calls import start_call
 
 THREADS = 64  # reads and writes at once; most wait for the folder
-PARTS_AT_ONCE = 512  # of a file, in one call of the system; Linux takes 1,024
 CLEARLY_TEMPORARY = "#"  # with a number behind it: listings of the library leave such files out
 T = TypeVar("T")
 
@@ -43,7 +41,7 @@ T = TypeVar("T")
 class FolderClient(ObjectClient):
     """The client. Its threads are started as they are needed, and end with `close` or with the process."""
 
-    writes_borrowed_parts: ClassVar[bool] = True
+    is_folder: ClassVar[bool] = True
     _threads: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-folder", THREADS), init=False)
     _root: Path = field(init=False)
 
@@ -60,10 +58,14 @@ class FolderClient(ObjectClient):
     ) -> T:
         """Do as any client does. After the limit, `then` is not called any more."""
         claim = threading.Lock()
+        path = f"{self._root}/{name}"
 
         def read() -> T:
-            with open_file(f"{self._root}/{name}") as file:
+            file = FolderFile(path)
+            try:
                 found = decode(file)
+            finally:
+                file.close()
             if not claim.acquire(blocking=False):
                 raise StoreUnreachable("the caller has not waited for it")
             then(found)
@@ -71,18 +73,17 @@ class FolderClient(ObjectClient):
 
         return await self._run(read, compute_limit(size), claim)
 
-    async def write_object(self, name: str, parts: Sequence[Buffer], *, replace: bool = False) -> None:
+    async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
-        limit_s = compute_patient_limit(sum(map(len, parts)))
+        await self.write_file(name, sum(map(len, parts)), partial(write_file, parts=parts, replace=replace))
 
-        def write() -> None:
-            try:
-                write_file(f"{self._root}/{name}", parts, replace=replace)
-            finally:
-                if isinstance(parts, BorrowedParts):
-                    parts.give_back()
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], None]) -> None:
+        """Write an object of this size by a function, on a thread.
 
-        await self._run(write, limit_s, threading.Lock())
+        write: makes a file of the first name, and gives it the second one when it is whole. Raises as `write_object`.
+        """
+        work = partial(write_to_folder, f"{self._root}/{name}", write)
+        await self._run(work, compute_patient_limit(size), threading.Lock())
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -108,10 +109,24 @@ class FolderClient(ObjectClient):
 
 @define(eq=False)
 class FolderFile:
-    """A file of the folder, as `fill_target` reads it."""
+    """A file of the folder, as `fill_target` reads it. It is opened when something of it is read in Python.
 
-    descriptor: int
-    size: int
+    Everything raises FileNotFoundError, StoreUnreachable or Damaged. One thread asks for `size` before others read.
+    """
+
+    path: str
+    _descriptor: int = -1
+    _size: int = 0
+
+    @property
+    def size(self) -> int:
+        self._open()
+        return self._size
+
+    @property
+    def descriptor(self) -> int:
+        self._open()
+        return self._descriptor
 
     @contextmanager
     def read_piece(self, at: int, length: int) -> Iterator[memoryview]:
@@ -121,64 +136,51 @@ class FolderFile:
                 read_fully(self.descriptor, space[:length], at, length)
             yield space[:length]
 
-
-@contextmanager
-def open_file(path: str) -> Iterator[FolderFile]:
-    """Open a file for as long as the block takes. Raises FileNotFoundError, StoreUnreachable or Damaged."""
-    with expect_folder():
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would wait for its writer
-    try:
+    def _open(self) -> None:
+        if self._descriptor >= 0:
+            return
         with expect_folder():
-            facts = os.fstat(descriptor)
+            # A pipe of that name would wait for its writer.
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            facts = os.fstat(self._descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise Damaged("it is no file")
-        yield FolderFile(descriptor, facts.st_size)
-    finally:
-        os.close(descriptor)
+        self._size = facts.st_size
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
-def write_file(path: str, parts: Sequence[Buffer], *, replace: bool) -> None:
-    """Write a file under another name, and give it its own when it is whole. Raises ObjectExists, StoreUnreachable."""
+def write_to_folder(path: str, write: Callable[[str, str], None]) -> None:
+    """Write a file under another name first. Raises ObjectExists, StoreUnreachable."""
     temporary = f"{path}{CLEARLY_TEMPORARY}{secrets.randbits(63)}"
     try:
         try:
-            write_parts(temporary, parts)
+            write(temporary, path)
         except FileNotFoundError:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_parts(temporary, parts)
-        try:
-            (os.rename if replace else os.link)(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+            write(temporary, path)
     except FileExistsError as error:
         raise ObjectExists from error
     except OSError as error:
         raise StoreUnreachable(shorten_error(error)) from error
 
 
-def write_parts(path: str, parts: Sequence[Buffer]) -> None:
-    """Write a new file. Raises OSError; what was written is removed then."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def write_file(temporary: str, path: str, parts: Sequence[bytes], *, replace: bool) -> None:
+    """Write a file, and give it its name when it is whole. Raises OSError; then nothing is left."""
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         try:
-            for first in range(0, len(parts), PARTS_AT_ONCE):
-                write_fully(descriptor, parts[first : first + PARTS_AT_ONCE])
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[os.write(descriptor, left) :]
         finally:
             os.close(descriptor)
-    except OSError:
-        Path(path).unlink(missing_ok=True)
-        raise
-
-
-def write_fully(descriptor: int, parts: Sequence[Buffer]) -> None:
-    """Write parts to the end of a file. A call may write fewer bytes than it was given."""
-    left = deque(parts)
-    while left:
-        written = os.writev(descriptor, left)
-        while left and written >= len(left[0]):
-            written -= len(left.popleft())
-        if written:
-            left[0] = memoryview(left[0])[written:]
+        (os.rename if replace else os.link)(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from attrs import define, frozen
 
 from adapters.store.files.read_run import RunContent
-from adapters.store.files.seekable import Buffer
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.store_url import ENDPOINTS
@@ -60,7 +59,7 @@ class ObjectClient:
     Each raises StoreUnreachable within its limit; reads raise FileNotFoundError as well.
     """
 
-    writes_borrowed_parts: ClassVar[bool] = False  # else the parts of a file are copies of their own
+    is_folder: ClassVar[bool] = False  # whether `write_file` may be called
     url: str
     _store: ObjectStore
 
@@ -140,13 +139,17 @@ class ObjectClient:
 
         return await start_call(workers, read)
 
-    async def write_object(self, name: str, parts: Sequence[Buffer], *, replace: bool = False) -> None:
+    async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         from obstore import put_async  # noqa: PLC0415
 
         async with limit_time(self, compute_patient_limit(sum(map(len, parts)))), expect_store():
             mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
             await put_async(self._store, name, iter(parts), mode=mode, use_multipart=False)  # sent without a copy
+
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], None]) -> None:
+        """Write an object by a function that makes a file, as `FolderClient` can."""
+        raise NotImplementedError
 
     async def remove_object(self, name: str) -> None:
         """Remove an object, if it is there."""

@@ -20,20 +20,20 @@ from attrs import define, field
 from adapters.processors import count_processors
 from adapters.store.file_description import make_entry
 from adapters.store.files.codec import CodecChooser
-from adapters.store.files.file_format import Layout, Run, encode_run, encode_run_in_place
-from adapters.store.files.plain_frames import PlainCompressor
-from adapters.store.files.seekable import Buffer
-from adapters.store.shared.borrowed_parts import BorrowedParts
+from adapters.store.files.file_format import Layout, Run, encode_run
+from adapters.store.files.stored_file import PreparedFile, prepare_file
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
 from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason, has_room
 from adapters.store.shared.thread_calls import start_call
+from adapters.store.slab_memory import Buffer
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
-ENCODERS = max(1, min(UPLOADS, count_processors() // 4))  # the other cores serve requests
-TASKS = UPLOADS + ENCODERS  # so that as many are encoded meanwhile
+# Threads that encode. Not all cores are there for this, since requests are served meanwhile.
+ENCODERS = max(1, min(UPLOADS - 1, count_processors() // 2 - 1))
+TASKS = UPLOADS + 2 * ENCODERS  # as many are encoded meanwhile, and as many are ready
 
 
 @define(eq=False)
@@ -46,10 +46,19 @@ class WriteWatch:
 
 @define(eq=False)
 class HeldRows:
-    """The rows of a job, which the store keeps for it. size: in bytes; 0 once they are let go of."""
+    """The rows of a job, which the store keeps for it. size: in bytes; 0 once the job is finished."""
 
+    rows: Buffer | None
     size: int
     finish: Callable[[], None] | None
+
+
+def write_from_rows(file: PreparedFile, held: HeldRows, temporary: str, path: str, *, replace: bool) -> None:
+    """Write a file from where the rows are. Called on a thread, which may be left behind. Raises OSError."""
+    rows = held.rows  # kept until the thread has read them, also if the caller gives up
+    if rows is None:
+        raise StoreUnreachable("the caller has not waited for it")
+    file.write(temporary, path, rows.data.data_ptr(), replace=replace)
 
 
 @define(eq=False)
@@ -127,60 +136,71 @@ class Publisher:
         """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
         while self._queue:
             number, job = self._queue.popleft()
-            rows = HeldRows(job.size, job.finish)
+            held = HeldRows(job.rows, job.size, job.finish)
             run = job.run
+            del job
             size = 0
             try:
-                parts = await self._encode(job)
-                del job
-                if not isinstance(parts, BorrowedParts):
-                    size = sum(map(len, parts))
-                    self._let_go(rows, size)
-                if parts:
+                if self._is_wanted(run, held.size):
+                    file = await self._encode(run, held)
+                    if not isinstance(file, PreparedFile):
+                        size = sum(map(len, file))
+                        self._let_go(held, size)
                     async with uploads:
-                        await self._upload(run, parts)
-                    del parts
+                        await self._upload(run, file, held)
+                    del file
+            except MemoryError:
+                self.counts["write_errors"] += 1
             finally:
-                self._let_go(rows, -size)
+                self._let_go(held, -size)
                 self._count_off(number)
 
-    def _let_go(self, rows: HeldRows, file_bytes: int) -> None:
+    def _let_go(self, held: HeldRows, file_bytes: int) -> None:
         """Finish a job whose rows are not needed any more, unless that was done before.
 
         file_bytes: by which the files that wait have grown at the same moment.
         """
+        held.rows = None
         with self.lock:
             self.uploading_bytes += file_bytes
-            self.queued_bytes -= rows.size
-            rows.size = 0
-            finish, rows.finish = rows.finish, None
+            self.queued_bytes -= held.size
+            held.size = 0
+            finish, held.finish = held.finish, None
             if finish is not None:
                 finish()
 
-    async def _encode(self, job: WriteRun) -> list[Buffer]:
-        """Return the file of a job, in parts. There are none if the run is not to be written."""
-        try:
-            if not has_room(self.limits, job.size, self.catalogue.count_held_bytes()):
-                self.counts["dropped_no_room"] += 1
-            elif not self.catalogue.is_known(job.run):
-                return await start_call(self._encoder, partial(self._make_file, job))
-        except MemoryError:
-            self.counts["write_errors"] += 1
-        return []
+    def _is_wanted(self, run: Run, size: int) -> bool:
+        if not has_room(self.limits, size, self.catalogue.count_held_bytes()):
+            self.counts["dropped_no_room"] += 1
+            return False
+        return not self.catalogue.is_known(run)
 
-    def _make_file(self, job: WriteRun) -> list[Buffer]:
-        """Return the parts of a file. They show the job's rows where the client can write that."""
-        data = job.rows.data.numpy().data
-        compressor = self.chooser.create_compressor()
-        if self.client.writes_borrowed_parts and isinstance(compressor, PlainCompressor):
-            return BorrowedParts(encode_run_in_place(job.run, self.layout, data, compressor), job.rows)
-        return [*encode_run(job.run, self.layout, data, compressor)]
+    async def _encode(self, run: Run, held: HeldRows) -> PreparedFile | list[bytes]:
+        """Return the file of a run: what it has besides the rows, if these can be written from where they are.
 
-    async def _upload(self, run: Run, parts: list[Buffer]) -> None:
+        Raises MemoryError.
+        """
+        return await start_call(self._encoder, partial(self._make_file, run, held))
+
+    def _make_file(self, run: Run, held: HeldRows) -> PreparedFile | list[bytes]:
+        rows = held.rows
+        if rows is None:  # nobody waits for the file any more
+            return []
+        prepared = None
+        if self.client.is_folder and self.chooser.choice == "store":
+            prepared = prepare_file(run, self.layout, rows.data.data_ptr())
+        return prepared or encode_run(run, self.layout, rows.data.numpy().data, self.chooser.create_compressor())
+
+    async def _upload(self, run: Run, file: PreparedFile | list[bytes], held: HeldRows) -> None:
         name = name_run(self.catalogue.root, run)
-        size = sum(map(len, parts))
+        replace = self.catalogue.is_damaged(name)
         try:
-            await self.client.write_object(name, parts, replace=self.catalogue.is_damaged(name))
+            if isinstance(file, PreparedFile):
+                size = file.size
+                await self.client.write_file(name, size, partial(write_from_rows, file, held, replace=replace))
+            else:
+                size = sum(map(len, file))
+                await self.client.write_object(name, file, replace=replace)
         except ObjectExists:
             self.counts["already_there"] += 1  # the next listing brings it, with its size
         except StoreUnreachable as error:

@@ -43,10 +43,11 @@ from adapters.daemon_executor import DaemonExecutor
 from adapters.processors import count_processors
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
-from adapters.store.files.file_format import Layout
-from adapters.store.files.read_run import Expected, RunContent, fill_target
+from adapters.store.files.file_format import Expected, Layout
+from adapters.store.files.read_run import RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
+from adapters.store.files.stored_file import plan_file
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
@@ -56,6 +57,7 @@ from adapters.store.shared.object_names import name_entry, name_sample
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import TASKS, UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
+from adapters.store.shared.run_decoder import RunDecoder
 from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
@@ -234,7 +236,10 @@ class SharedTier:
         name = name_entry(self.catalogue.root, entry)
         self._reads += 1
         try:
-            decode = partial(self._decode, entry, memory)
+            expected = Expected(entry.size, entry.run, self.layout)
+            helpers = self._choose_helpers()
+            plan = plan_file(expected) if helpers is None and self.client.is_folder else None
+            decode = partial(self._decode, entry, RunDecoder(expected, plan, helpers, memory))
             buffer = await self.client.read_content(name, entry.size, workers, decode, then)
         except FileNotFoundError as error:
             self.counts["read_errors"] += 1
@@ -249,16 +254,13 @@ class SharedTier:
         self.counts["read_bytes"] += entry.size
         return buffer
 
-    def _decode(self, entry: Entry, memory: SlabMemory, content: RunContent) -> Buffer:
-        buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
-        expected = Expected(entry.size, entry.run, self.layout)
+    def _decode(self, entry: Entry, decoder: RunDecoder, content: RunContent) -> Buffer:
         try:
-            fill_target(content, expected, self._choose_helpers(), buffer.data.numpy().data)
+            return decoder.decode(content)
         except Damaged as error:
             log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
             self.catalogue.note_damaged_entry(entry)
             raise
-        return buffer
 
     def _choose_helpers(self) -> Executor | None:
         """Return the threads that help to decode a run; none if as many reads keep most processors busy."""

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -30,11 +29,17 @@ def start_call(threads: Executor, call: Callable[[], T]) -> asyncio.Future[T]:
 
 def run_and_answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[T]) -> None:
     try:
-        tell = partial(give_result, answer, call())
+        result = call()
     except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
-        tell = partial(give_error, answer, error)
+        # No variable keeps the error, because it keeps this frame: memory of the call would stay until a collection.
+        post(loop, give_error, answer, error)
+    else:
+        post(loop, give_result, answer, result)
+
+
+def post(loop: asyncio.AbstractEventLoop, give: Callable[..., None], answer: asyncio.Future[T], what: object) -> None:
     with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(tell)
+        loop.call_soon_threadsafe(give, answer, what)
 
 
 def give_result(answer: asyncio.Future[T], result: T) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,15 +15,18 @@ import pytest
 from attrs import evolve
 
 from adapters.models.kernels.cpu.native.native_library import find_library
-from adapters.sequence_layout import RowSpec
-from adapters.store.block_keys import chain_keys, pack_tokens
-from adapters.store.files import read_run, seekable
+from adapters.sequence_layout import RowSpec, TensorSpec
+from adapters.store.block_keys import chain_keys, derive_checkpoint_key, pack_tokens
+from adapters.store.files import seekable
 from adapters.store.files.codec import create_compressor
-from adapters.store.files.file_format import Layout, Run, encode_run, encode_run_in_place
-from adapters.store.files.plain_frames import PlainCompressor, create_plain_compressor
-from adapters.store.files.read_run import Expected, fill_target
+from adapters.store.files.file_format import DraftLayout, Expected, Layout, Run, encode_run
+from adapters.store.files.read_run import fill_target
 from adapters.store.files.seekable import Damaged
-from adapters.store.shared.folder_client import open_file
+from adapters.store.files.stored_file import plan_file, prepare_file
+from adapters.store.shared import run_decoder
+from adapters.store.shared.folder_client import FolderFile
+from adapters.store.shared.run_decoder import RunDecoder
+from adapters.store.slab_memory import SlabMemory
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(find_library() is None, reason="no compiled library")]
 LAYOUT = Layout("ab" * 16, 4, RowSpec(("layers.0.k", "layers.0.v"), 1, 8 << 10, "I8"))
@@ -44,30 +49,93 @@ def encode(run: Run, layout: Layout = LAYOUT) -> bytes:
 
 
 def read(path: Path, raw: bytes, run: Run, layout: Layout = LAYOUT, *, helpers: bool = False) -> np.ndarray:
-    """Return the rows of a file, as the shared tier reads them. Raises Damaged."""
+    """Return the rows of a file, as the shared tier reads them: in one call, or with helpers. Raises Damaged."""
     path.write_bytes(raw)
-    found = np.zeros(layout.compute_size(run.kind, run.length), np.uint8)
-    with ThreadPoolExecutor(2) as pool, open_file(str(path)) as file:
-        fill_target(file, Expected(len(raw), run, layout), pool if helpers else None, found.data)
-    return found
+    expected = Expected(len(raw), run, layout)
+    memory = SlabMemory()
+    file = FolderFile(str(path))
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            decoder = RunDecoder(expected, None if helpers else plan_file(expected), pool if helpers else None, memory)
+            return decoder.decode(file).data.numpy()
+    finally:
+        file.close()
 
 
 def forbid(*_: object) -> None:
-    raise AssertionError("a frame was decoded after all")
+    raise AssertionError("it was read in Python after all")
 
 
+@pytest.mark.parametrize("replace", [False, True], ids=["new", "in place of another"])
 @pytest.mark.parametrize("layout", [LAYOUT, NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize("tokens", [TWO_FRAMES, ONE_FRAME, SHORT_END, SHORT_FILE])
-def test_what_is_written_without_a_copy_is_the_same_file(tokens: int, layout: Layout) -> None:
+def test_what_is_written_from_the_rows_is_the_same_file(
+    tmp_path: Path, tokens: int, layout: Layout, replace: bool
+) -> None:
     run = make_run(tokens, layout=layout)
-    compressor = create_plain_compressor()
-    assert isinstance(compressor, PlainCompressor)
     rows = make_rows(run, layout)
-    parts = encode_run_in_place(run, layout, rows.data, compressor)
-    assert b"".join(parts) == encode(run, layout)
-    if tokens == TWO_FRAMES:
-        shown = sum(len(part) for part in parts if np.shares_memory(np.frombuffer(part, np.uint8), rows))
-        assert shown == rows.nbytes, "nothing of the rows is copied"
+    prepared = prepare_file(run, layout, rows.ctypes.data)
+    assert prepared is not None
+    file, temporary = tmp_path / "file", tmp_path / "temporary"
+    if replace:
+        file.write_bytes(b"damaged")
+    prepared.write(str(temporary), str(file), rows.ctypes.data, replace=replace)
+    assert file.read_bytes() == encode(run, layout)
+    assert prepared.size == file.stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_writing_fails_as_python_would_and_leaves_nothing(tmp_path: Path) -> None:
+    run = make_run(TWO_FRAMES)
+    rows = make_rows(run)
+    prepared = prepare_file(run, LAYOUT, rows.ctypes.data)
+    assert prepared is not None
+
+    def write(temporary: Path, path: Path, *, replace: bool = False) -> None:
+        prepared.write(str(temporary), str(path), rows.ctypes.data, replace=replace)
+
+    temporary, file = tmp_path / "temporary", tmp_path / "file"
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "gone" / "temporary", tmp_path / "gone" / "file")
+    file.write_bytes(b"first")
+    with pytest.raises(FileExistsError):
+        write(temporary, file)
+    assert file.read_bytes() == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    temporary.write_bytes(b"of another writer")
+    with pytest.raises(FileExistsError):
+        write(temporary, file, replace=True)
+    assert temporary.read_bytes() == b"of another writer"
+    with pytest.raises(NotADirectoryError):
+        write(file / "temporary", file / "file")
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """The limit of the size of files stands for it. A call writes fewer bytes before that, and goes on behind them."""
+    run = make_run(TWO_FRAMES)
+    words = [sys.executable, "-c", FILL.format(root=str(Path(__file__).parents[3])), str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.stdout.strip() == "EFBIG []", ended.stderr
+    assert make_rows(run).nbytes > 1 << 20
+
+
+FILL = """
+import errno, os, resource, signal, sys
+sys.path.insert(0, "{root}")
+from tests.store.files.test_stored_files import LAYOUT, TWO_FRAMES, make_rows, make_run
+from adapters.store.files.stored_file import prepare_file
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 77, resource.RLIM_INFINITY))
+run = make_run(TWO_FRAMES)
+rows = make_rows(run)
+try:
+    place = sys.argv[1]
+    prepared = prepare_file(run, LAYOUT, rows.ctypes.data)
+    prepared.write(f"{{place}}/new", f"{{place}}/file", rows.ctypes.data, replace=False)
+except OSError as error:
+    print(errno.errorcode[error.errno], os.listdir(place))
+"""
 
 
 @pytest.mark.parametrize("helpers", [False, True], ids=["alone", "with helpers"])
@@ -79,22 +147,23 @@ def test_rows_are_read_back_bit_for_bit(tmp_path: Path, tokens: int, layout: Lay
     assert np.array_equal(found, make_rows(run, layout))
 
 
-def test_one_call_reads_all_frames_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(TWO_FRAMES)
-    raw = encode(run)
-    calls = list[int]()
-    library = find_library()
-    assert library is not None
+@pytest.mark.parametrize("tokens", [TWO_FRAMES, ONE_FRAME])
+def test_one_call_reads_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(run_decoder, "fill_target", forbid)
+    run = make_run(tokens)
+    assert np.array_equal(read(tmp_path / "file", encode(run), run), make_rows(run))
 
-    class Counted:
-        def rekindle_read_frames(self, *arguments: int) -> int:
-            calls.append(arguments[5])
-            return int(library.code.rekindle_read_frames(*arguments))
 
-    monkeypatch.setattr("adapters.store.files.plain_frames.load_functions", Counted)
-    monkeypatch.setattr(read_run, "read_batches", forbid)
-    assert np.array_equal(read(tmp_path / "file", raw, run), make_rows(run))
-    assert calls == [make_rows(run).nbytes]
+def test_kinds_of_runs_have_heads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap for the digest lies behind other metadata where there are a draft's rows, or a state."""
+    monkeypatch.setattr(run_decoder, "fill_target", forbid)
+    draft = DraftLayout("de" * 16, RowSpec(("draft.layers.0.k",), 1, 2 << 10, "I8"))
+    layout = evolve(LAYOUT, draft=draft, state=(TensorSpec("layers.1.state", "F32", (300, 100)),))
+    run = make_run(TWO_FRAMES, layout=layout)
+    drafted = evolve(run, kind="draft", parent=layout.compute_root("draft"))
+    state = Run(8, run.keys[-1], (derive_checkpoint_key(run.keys[-1]),), run.tokens[:16], "state", 4)
+    for one in (run, drafted, state):
+        assert np.array_equal(read(tmp_path / "file", encode(one, layout), one, layout), make_rows(one, layout))
 
 
 def flip(raw: bytes, bit: int) -> bytes:
@@ -178,10 +247,26 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path) -> None
     run = make_run(TWO_FRAMES)
     raw = encode(run)
     (tmp_path / "file").write_bytes(raw)
-    with open_file(str(tmp_path / "file")) as file:
-        os.truncate(tmp_path / "file", len(raw) - (1 << 20))
-        with pytest.raises(Damaged):
-            fill_target(file, Expected(len(raw), run, LAYOUT), None, memoryview(bytearray(make_rows(run).nbytes)))
+    file = FolderFile(str(tmp_path / "file"))
+    assert file.size == len(raw)
+    os.truncate(tmp_path / "file", len(raw) - (1 << 20))
+    with pytest.raises(Damaged):
+        fill_target(file, Expected(len(raw), run, LAYOUT), None, memoryview(bytearray(make_rows(run).nbytes)))
+    file.close()
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    run = make_run(TWO_FRAMES)
+    expected = Expected(len(encode(run)), run, LAYOUT)
+    plan = plan_file(expected)
+    assert plan is not None
+    space = bytearray(make_rows(run).nbytes)
+    address = np.frombuffer(space, np.uint8).ctypes.data
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("nothing", "pipe", "."):
+        assert not plan.read(str(tmp_path / name), address)
+        with pytest.raises((Damaged, FileNotFoundError)):
+            fill_target(FolderFile(str(tmp_path / name)), expected, None, memoryview(space))
 
 
 @pytest.mark.parametrize("codec", ["zstd", "store"])

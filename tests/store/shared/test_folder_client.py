@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -18,16 +21,17 @@ pytest.importorskip("obstore")
 
 from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
-from adapters.store.files.codec import CodecChooser
+from adapters.store.files.codec import Codec, CodecChooser
 from adapters.store.files.file_format import Layout, Run
 from adapters.store.files.read_run import RunContent
 from adapters.store.files.seekable import Damaged
+from adapters.store.files.stored_file import PreparedFile
 from adapters.store.shared import folder_client
-from adapters.store.shared.borrowed_parts import BorrowedParts
-from adapters.store.shared.folder_client import FolderClient
+from adapters.store.shared.folder_client import FolderClient, write_file
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
+from adapters.store.shared.publisher import HeldRows, write_from_rows
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import WriteRun
@@ -98,22 +102,22 @@ def test_what_a_killed_writer_leaves_is_no_object(root: Path, client: FolderClie
 
 
 def test_a_writer_that_fails_leaves_nothing(root: Path, client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = os.writev
+    written = os.write
 
-    def fill_up(descriptor: int, parts: Sequence[bytes]) -> int:
-        if len(parts[0]) == 500:
+    def fill_up(descriptor: int, data: bytes) -> int:
+        if len(data) == 500:
             raise OSError(28, "No space left on device")
-        return written(descriptor, [parts[0]])
+        return written(descriptor, data)
 
-    monkeypatch.setattr(os, "writev", fill_up)
+    monkeypatch.setattr(os, "write", fill_up)
     with pytest.raises(StoreUnreachable, match="No space left"):
         write(client, CONTENT[:600], CONTENT[:500])
     assert not [path for path in root.rglob("*") if path.is_file()]
 
 
 def test_writes_may_take_less_than_they_are_given(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = os.writev
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: written(descriptor, [parts[0][:100]]))
+    written = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: written(descriptor, data[:100]))
     write(client, CONTENT)
     assert read(client) == CONTENT
 
@@ -177,85 +181,76 @@ def test_what_was_read_in_time_is_waited_for(client: FolderClient, monkeypatch: 
 
 def test_a_write_that_hangs_ends_for_its_caller(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
-    written = os.writev
+    written = os.write
 
-    def hang(descriptor: int, parts: Sequence[bytes]) -> int:
+    def hang(descriptor: int, data: bytes) -> int:
         goes_on.wait(30)
-        return written(descriptor, parts)
+        return written(descriptor, data)
 
     monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
-    monkeypatch.setattr(os, "writev", hang)
+    monkeypatch.setattr(os, "write", hang)
     with pytest.raises(StoreUnreachable, match="no answer"):
         write(client, CONTENT)
     goes_on.set()
 
 
-def lend() -> tuple[BorrowedParts, weakref.ref[Buffer]]:
-    """Return the parts of CONTENT, some of which show a buffer, and a reference to it that does not keep it."""
-    rows = Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8))
-    view = rows.data.numpy().data
-    return BorrowedParts([view[:500], b"", view[500:]], rows), weakref.ref(rows)
+class SlowFile:
+    """A file that is written when it may be."""
 
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
 
-def test_rows_that_were_written_are_free_before_the_caller_knows_it(root: Path, client: FolderClient) -> None:
-    parts, rows = lend()
-
-    async def run() -> bool:
-        await client.write_object(NAME, parts)
-        return rows() is None
-
-    assert asyncio.run(run())
-    assert (root / NAME).read_bytes() == CONTENT
-    lost, rows = lend()
-    with pytest.raises(ObjectExists):
-        asyncio.run(client.write_object(NAME, lost))
-    assert rows() is None
+    def write(self, temporary: str, path: str, address: int, *, replace: bool) -> None:
+        assert not replace
+        self.may_go_on.wait(30)
+        write_file(temporary, path, [ctypes.string_at(address, len(CONTENT))], replace=replace)
 
 
 def test_rows_are_kept_for_a_thread_that_hangs(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other rows in the same memory would be written under this name."""
-    goes_on = threading.Event()
-    written = os.writev
-
-    def hang(descriptor: int, parts: Sequence[bytes]) -> int:
-        goes_on.wait(30)
-        return written(descriptor, parts)
-
+    asyncio.run(client.write_object("0123/another run", [b""]))
     monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
-    monkeypatch.setattr(os, "writev", hang)
-    parts, rows = lend()
+    held = HeldRows(Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8)), len(CONTENT), None)
+    assert held.rows is not None
+    kept = weakref.ref(held.rows)
+    file = SlowFile()
+    write = partial(write_from_rows, cast(PreparedFile, file), held, replace=False)
     with pytest.raises(StoreUnreachable, match="no answer"):
-        asyncio.run(client.write_object(NAME, parts))
-    del parts
-    assert rows() is not None
-    goes_on.set()
+        asyncio.run(client.write_file(NAME, len(CONTENT), write))
+    held.rows = None
+    assert kept() is not None
+    file.may_go_on.set()
     end = time.monotonic() + 30
-    while rows() is not None:
+    while kept() is not None:
         assert time.monotonic() < end, "the thread has ended and its rows are kept"
         time.sleep(0.002)
     assert read(client) == CONTENT
 
 
-def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(root: Path, client: FolderClient) -> None:
+@pytest.mark.parametrize("codec", ["store", "zstd"])
+def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(
+    root: Path, client: FolderClient, codec: Codec
+) -> None:
     layout = Layout("ab" * 16, 4, RowSpec(("layers.0.k",), 1, 16 << 10, "I8"))
-    root_key, packed = layout.compute_root("rows"), pack_tokens(range(8))
-    run = Run(0, root_key, chain_keys(root_key, packed, 4), packed)
+    origin, packed = layout.compute_root("rows"), pack_tokens(range(8))
+    run = Run(0, origin, chain_keys(origin, packed, 4), packed)
     rows = Buffer(torch.arange(layout.compute_size("rows", 8), dtype=torch.int32).to(torch.uint8))
     expected, kept = rows.data.clone(), weakref.ref(rows)
     ends = list[tuple[bool, int]]()
     limits = SharedLimits(1 << 30, 0, 1e9)
-    tier = SharedTier(client, layout, threading.RLock(), limits, CodecChooser("store"))
+    tier = SharedTier(client, layout, threading.RLock(), limits, CodecChooser(codec))
     tier.start()
     job = WriteRun(run, rows, lambda: ends.append((kept() is None, tier.queued_bytes)))
     del rows
     assert tier.submit(job)
     del job
-    tier._publisher.watch_writes().result(30)  # noqa: SLF001
+    tier.watch_writes().result(30)
     assert ends == [(True, 0)]
-    assert [path.stat().st_size for path in (root / root_key.hex()).iterdir()] == [tier.counts["written_bytes"]]
+    assert [path.stat().st_size for path in (root / origin.hex()).iterdir()] == [tier.counts["written_bytes"]]
     (entry,) = tier.index.entries.values()
-    memory = SlabMemory(1 << 20)
-    with ThreadPoolExecutor(1) as workers:
-        found = asyncio.run(tier.read(entry, memory, workers))
-    assert torch.equal(found.data, expected)
+    for processors in (1, 64):
+        tier._processors = processors  # noqa: SLF001 - with helpers and without
+        with ThreadPoolExecutor(1) as workers:
+            found = asyncio.run(tier.read(entry, SlabMemory(), workers))
+        assert torch.equal(found.data, expected)
     assert tier.close(30)

@@ -2,6 +2,10 @@
 // pass. zstd's own encoder searches for matches first, which takes three times as long, and finds none in rows of numbers.
 // Words are taken as little-endian, which the processors are.
 
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -11,6 +15,7 @@
 #define BLOCK_HEAD 3
 #define BLOCK_BYTES (128l << 10) // the most that a block may have
 #define FRAME_CHECKSUM 4
+#define WRITTEN_BLOCKS 16        // in one call of the system
 #define HASHED_AT_ONCE (16l << 10) // copied and hashed while it is in the first cache
 
 #define XX1 0x9e3779b185ebca87u
@@ -153,14 +158,9 @@ static long read_exactly(int file, long at, uint8_t *out, long length) {
     return 0;
 }
 
-// Reads neighbouring frames from `at` of a file on: first one of `head` bytes as it is, if there is one, then those of
-// `content` bytes, `frame` in each and fewer in the last, whose content goes straight into `out`. `sums` gets their
-// checksums, which are compared. Returns 0, or -1 as `read_frame` does.
-long rekindle_read_frames(
-    int file, long at, uint8_t *first, long head, uint8_t *out, long content, long frame, uint32_t *sums
-) {
-    if (frame <= 0 || read_exactly(file, at, first, head)) return -1;
-    at += head;
+// Reads neighbouring frames of a file from `at` on, which hold `content` bytes, `frame` in each and fewer in the last,
+// straight into `out`. `sums` gets their checksums, which are compared. Returns 0, or -1 as `read_frame` does.
+long rekindle_read_frames(int file, long at, uint8_t *out, long content, long frame, uint32_t *sums) {
     for (long done = 0; done < content; done += frame) {
         const long bytes = content - done < frame ? content - done : frame;
         const long length = rekindle_frame_bytes(bytes);
@@ -170,4 +170,79 @@ long rekindle_read_frames(
         at += length;
     }
     return 0;
+}
+
+// Opens and reads a whole file of `size` bytes: a first part of `head` bytes, such frames, and a last part of `table`
+// bytes. `ends` gets the first and the last part as they are. Returns 0, or -1 if it is no such file or cannot be read.
+long rekindle_read_file(
+    const char *path, long size, long head, uint8_t *ends, long table, uint8_t *out, long content, long frame,
+    uint32_t *sums
+) {
+    const int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); // a pipe of that name would wait for its writer
+    if (file < 0) return -1;
+    struct stat facts;
+    long failed = fstat(file, &facts) || !S_ISREG(facts.st_mode) || facts.st_size != size;
+    failed = failed || read_exactly(file, 0, ends, head) || read_exactly(file, size - table, ends + head, table);
+    failed = failed || rekindle_read_frames(file, head, out, content, frame, sums);
+    close(file);
+    return failed ? -1 : 0;
+}
+
+// Writes all of these parts, which it changes, to the end of a file. Returns 0 or the number of the error.
+static int write_parts(int file, struct iovec *parts, int count) {
+    while (count) {
+        const long written = writev(file, parts, count);
+        if (written < 0 && errno == EINTR) continue;
+        if (written <= 0) return written ? errno : EIO;
+        long left = written;
+        while (count && left >= (long)parts->iov_len) left -= (long)parts->iov_len, parts++, count--;
+        if (count) parts->iov_base = (uint8_t *)parts->iov_base + left, parts->iov_len -= (size_t)left;
+    }
+    return 0;
+}
+
+// Writes the frame of a content that `rekindle_pack_frame` makes, without a copy of it. Returns as `write_parts`.
+static int write_frame(int file, const uint8_t *data, long content, uint32_t sum) {
+    uint8_t heads[WRITTEN_BLOCKS][FRAME_HEAD + BLOCK_HEAD];
+    struct iovec parts[2 * WRITTEN_BLOCKS + 1];
+    const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
+    for (long at = 0; at < content;) {
+        int blocks = 0, count = 0;
+        for (; blocks < WRITTEN_BLOCKS && at < content; blocks++) {
+            const long bytes = content - at < BLOCK_BYTES ? content - at : BLOCK_BYTES;
+            const uint32_t head = (uint32_t)bytes << 3 | (at + bytes == content);
+            const long before = at ? 0 : FRAME_HEAD;
+            memcpy(heads[blocks], &magic, 4);
+            heads[blocks][4] = ONE_SEGMENT;
+            memcpy(heads[blocks] + 5, &size, 4);
+            memcpy(heads[blocks] + before, &head, BLOCK_HEAD);
+            parts[count++] = (struct iovec){heads[blocks], (size_t)(before + BLOCK_HEAD)};
+            parts[count++] = (struct iovec){(void *)(data + at), (size_t)bytes};
+            at += bytes;
+        }
+        if (at == content) parts[count++] = (struct iovec){&sum, FRAME_CHECKSUM};
+        const int error = write_parts(file, parts, count);
+        if (error) return error;
+    }
+    return 0;
+}
+
+// Writes a file as `rekindle_read_file` reads it, under another name at first. It gets its own when it is whole: in place
+// of a file of that name if `replaces` is not 0. Returns 0 or the number of the error; then nothing is left.
+int rekindle_write_file(
+    const char *temporary, const char *path, int replaces, const uint8_t *head, long head_bytes, const uint8_t *data,
+    long content, long frame, const uint32_t *sums, const uint8_t *table, long table_bytes
+) {
+    const int file = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (file < 0) return errno;
+    struct iovec part = {(void *)head, (size_t)head_bytes};
+    int error = write_parts(file, &part, 1);
+    for (long at = 0; !error && at < content; at += frame)
+        error = write_frame(file, data + at, content - at < frame ? content - at : frame, *sums++);
+    part = (struct iovec){(void *)table, (size_t)table_bytes};
+    if (!error) error = write_parts(file, &part, 1);
+    if (close(file) && !error) error = errno;
+    if (!error && (replaces ? rename(temporary, path) : link(temporary, path))) error = errno;
+    unlink(temporary); // it is gone if it was renamed
+    return error;
 }

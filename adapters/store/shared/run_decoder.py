@@ -1,0 +1,33 @@
+"""Decodes one run of a shared store: in one call where its file can be read so, else frame by frame."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+from attrs import frozen
+
+from adapters.store.files.file_format import Expected
+from adapters.store.files.read_run import RunContent, fill_target
+from adapters.store.files.stored_file import StoredFile
+from adapters.store.slab_memory import Buffer, SlabMemory
+
+
+@frozen(eq=False)
+class RunDecoder:
+    """What a thread needs to decode a run.
+
+    plan: of its file, if one call may read it. helpers: threads that help otherwise; None for none.
+    """
+
+    expected: Expected
+    plan: StoredFile | None
+    helpers: Executor | None
+    memory: SlabMemory
+
+    def decode(self, content: RunContent) -> Buffer:
+        """Return the run's tensors in a buffer. Raises Damaged, OSError or MemoryError."""
+        run, layout = self.expected.run, self.expected.layout
+        buffer = self.memory.allocate(layout.compute_size(run.kind, run.length))
+        if self.plan is None or not self.plan.read(content.path, buffer.data.data_ptr()):
+            fill_target(content, self.expected, self.helpers, buffer.data.numpy().data)
+        return buffer
