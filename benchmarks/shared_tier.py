@@ -255,8 +255,8 @@ class PacedClient(ObjectClient):
         written = self.plain.write_object(name, parts, replace=replace)
         await self.pace.run(written, sum(map(len, parts)))
 
-    async def write_file(self, name: str, size: int, write: Callable[[str, str], None]) -> None:
-        await self.pace.run(self.plain.write_file(name, size, write), size)
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
+        return await self.pace.run(self.plain.write_file(name, size, write), size)
 
     def close(self) -> None:
         self.plain.close()

@@ -24,29 +24,32 @@ MOST = (1 << 32) - 1  # bytes of a content, whose size a frame gives in four byt
 class PlainCompressor:
     """Makes frames that carry their content's size and checksum. Only one thread at a time may use it.
 
-    compiled: the library.
+    short: compresses short contents.
     """
 
-    compiled: ctypes.CDLL
     short: Compress
 
     def compress(self, data: Buffer) -> bytes:
         """Return the frame of a content. The interpreter is free while it is made."""
-        import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+        return pack_frame(data) if SHORT <= memoryview(data).nbytes <= MOST else self.short.compress(data)
 
-        content = np.frombuffer(data, np.uint8)
-        if not SHORT <= content.nbytes <= MOST:
-            return self.short.compress(data)
-        frame = make_bytes(self.compiled.rekindle_frame_bytes(content.nbytes))
-        self.compiled.rekindle_pack_frame(content.ctypes.data, content.nbytes, find_address(frame))
-        return frame
+
+def pack_frame(data: Buffer) -> bytes:
+    """Return the plain frame of a content of any length but 0. There is a compiled library."""
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
+    compiled = load_functions()
+    assert compiled is not None, "callers have asked for it"
+    content = np.frombuffer(data, np.uint8)
+    frame = make_bytes(compiled.rekindle_frame_bytes(content.nbytes))
+    compiled.rekindle_pack_frame(content.ctypes.data, content.nbytes, find_address(frame))
+    return frame
 
 
 def create_plain_compressor() -> Compress:
     """Return a compressor of plain frames: the library's, or zstd's where there is none."""
-    compiled = load_functions()
     short = seekable.create_compressor(LEVEL)
-    return short if compiled is None else PlainCompressor(compiled, short)
+    return short if load_functions() is None else PlainCompressor(short)
 
 
 def read_plain_frames(descriptor: int, at: int, target: memoryview, frame: int) -> bytes | None:

@@ -10,7 +10,8 @@ beforehand, on the event loop (`plan_file`). One call of C then opens the file, 
 compares their checksums. What is left to do in Python is to complete the head with these, and to compare it. A file
 that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
 
-Writing goes the other way. Rows are hashed (`prepare_file`), and one call writes them from where they lie.
+Writing goes the other way (`RowsToWrite`): one call hashes rows and writes them from where they lie, and another one
+adds the head and the table.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import lru_cache
+from pathlib import Path
 
 from attrs import frozen
 
 from adapters.store.files import seekable
 from adapters.store.files.file_format import (
+    DIGEST,
     FRAME,
     Expected,
     Layout,
     Run,
     digest_frames,
     encode_around_digest,
-    encode_head,
     split_frames,
 )
-from adapters.store.files.plain_frames import SHORT, create_plain_compressor, load_functions
+from adapters.store.files.plain_frames import LEVEL, SHORT, load_functions, pack_frame
 from adapters.store.files.seekable import CHECKSUM, Sizes
 
 
@@ -112,7 +114,7 @@ def plan_file(expected: Expected) -> StoredFile | None:
     if rows.short_bytes or not rows.frames or head_bytes <= 0:
         return None
     before, after = encode_around_digest(run, layout)
-    content = len(before) + len(digest_frames([]).hex()) + len(after)
+    content = len(before) + 2 * DIGEST + len(after)
     if head_bytes > seekable.compute_bound(content):
         return None
     table = seekable.encode_table([(head_bytes, content), *rows.frames])
@@ -123,52 +125,57 @@ def plan_file(expected: Expected) -> StoredFile | None:
 
 
 @frozen(eq=False)
-class PreparedFile:
-    """What a stored file has besides its rows. first: the frame of the head. rest: what stands behind the frames."""
+class RowsToWrite:
+    """Rows that lie at an address, and become a stored file. Their memory stays as it is until they are written."""
 
-    rows: StoredRows
-    first: bytes
-    checksums: bytes
-    rest: bytes
+    run: Run
+    layout: Layout
+    address: int
 
     @property
     def size(self) -> int:
-        return len(self.first) + self.rows.packed_bytes + len(self.rest)
+        return self.layout.compute_size(self.run.kind, self.run.length)
 
-    def write(self, temporary: str, path: str, address: int, *, replace: bool) -> None:
-        """Write the file, with the rows at this address. It gets its name when it is whole. Raises OSError.
+    def write(self, temporary: str, path: str, *, replace: bool) -> int:
+        """Write the file and return its size. It gets its name when it is whole. Raises OSError; then nothing is left.
 
-        temporary: its name until then. Any thread may call this; the interpreter is free meanwhile.
+        temporary: its name until then. Any thread may call this; the interpreter is free while rows are hashed and
+        written. The head is not compressed, so that its size is known before the checksums are: they are computed while
+        rows are written.
         """
         compiled = load_functions()
-        assert compiled is not None, "else nothing is prepared"
-        error = compiled.rekindle_write_file(
-            *(os.fsencode(temporary), os.fsencode(path), replace, self.first, len(self.first)),
-            *(address, self.rows.content, FRAME, self.checksums, self.rest, len(self.rest)),
-        )
+        assert compiled is not None, "callers have asked for it"
+        rows = measure_rows(self.size)
+        before, after = encode_around_digest(self.run, self.layout)
+        content = len(before) + 2 * DIGEST + len(after)
+        head_bytes = int(compiled.rekindle_frame_bytes(content))
+        sums = ctypes.create_string_buffer(CHECKSUM * len(rows.frames))
+        new = os.fsencode(temporary)
+        file = compiled.rekindle_begin_file(new, head_bytes, self.address, rows.content, FRAME, ctypes.addressof(sums))
+        if file < 0:
+            raise OSError(-file, os.strerror(-file), path)
+        try:
+            short, checksums, sizes = self._compress_short_end(rows)
+            first = pack_frame(before + digest_frames([sums.raw, checksums]).hex().encode() + after)
+            rest = short + seekable.encode_table([(head_bytes, content), *rows.frames, *sizes])
+        except BaseException:
+            os.close(file)
+            Path(temporary).unlink()
+            raise
+        error = compiled.rekindle_end_file(*(file, new, os.fsencode(path), replace, first, len(first), rest, len(rest)))
         if error:
             raise OSError(error, os.strerror(error), path)
+        return len(first) + rows.packed_bytes + len(rest)
+
+    def _compress_short_end(self, rows: StoredRows) -> tuple[bytes, bytes, list[Sizes]]:
+        """Return the last frame, its checksum and its sizes, if it is a short one."""
+        if not rows.short_bytes:
+            return b"", b"", []
+        content = ctypes.string_at(self.address + rows.content, rows.short_bytes)
+        frame = seekable.create_compressor(LEVEL).compress(content)
+        return frame, seekable.read_checksum(frame), [(len(frame), len(content))]
 
 
-def prepare_file(run: Run, layout: Layout, address: int) -> PreparedFile | None:
-    """Hash rows that lie at an address, and encode what their file has besides. None if there is no compiled library.
-
-    The file is the one that `encode_run` makes with plain frames. Any thread may call this.
-    """
-    compiled = load_functions()
-    if compiled is None:
-        return None
-    compressor = create_plain_compressor()
-    rows = measure_rows(layout.compute_size(run.kind, run.length))
-    space = ctypes.create_string_buffer(CHECKSUM * len(rows.frames))
-    compiled.rekindle_hash_frames(address, rows.content, FRAME, ctypes.addressof(space))
-    checksums = space.raw
-    sizes = [*rows.frames]
-    short, ends = b"", [checksums]
-    if rows.short_bytes:
-        short = compressor.compress(ctypes.string_at(address + rows.content, rows.short_bytes))
-        sizes.append((len(short), rows.short_bytes))
-        ends.append(seekable.read_checksum(short))
-    head = encode_head(run, layout, digest_frames(ends))
-    first = compressor.compress(head)
-    return PreparedFile(rows, first, checksums, short + seekable.encode_table([(len(first), len(head)), *sizes]))
+def can_write_rows(size: int) -> bool:
+    """Say whether rows of so many bytes may be written from where they are. Short ones are compressed instead."""
+    return load_functions() is not None and bool(measure_rows(size).frames)

@@ -77,13 +77,14 @@ class FolderClient(ObjectClient):
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         await self.write_file(name, sum(map(len, parts)), partial(write_file, parts=parts, replace=replace))
 
-    async def write_file(self, name: str, size: int, write: Callable[[str, str], None]) -> None:
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
         """Write an object of this size by a function, on a thread.
 
-        write: makes a file of the first name, and gives it the second one when it is whole. Raises as `write_object`.
+        write: makes a file of the first name, and gives it the second one when it is whole. Returns its result. Raises
+        as `write_object`.
         """
         work = partial(write_to_folder, f"{self._root}/{name}", write)
-        await self._run(work, compute_patient_limit(size), threading.Lock())
+        return await self._run(work, compute_patient_limit(size), threading.Lock())
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -152,15 +153,15 @@ class FolderFile:
             os.close(self._descriptor)
 
 
-def write_to_folder(path: str, write: Callable[[str, str], None]) -> None:
+def write_to_folder(path: str, write: Callable[[str, str], T]) -> T:
     """Write a file under another name first. Raises ObjectExists, StoreUnreachable."""
     temporary = f"{path}{CLEARLY_TEMPORARY}{secrets.randbits(63)}"
     try:
         try:
-            write(temporary, path)
+            return write(temporary, path)
         except FileNotFoundError:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write(temporary, path)
+            return write(temporary, path)
     except FileExistsError as error:
         raise ObjectExists from error
     except OSError as error:

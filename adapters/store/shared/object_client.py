@@ -147,7 +147,7 @@ class ObjectClient:
             mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
             await put_async(self._store, name, iter(parts), mode=mode, use_multipart=False)  # sent without a copy
 
-    async def write_file(self, name: str, size: int, write: Callable[[str, str], None]) -> None:
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
         """Write an object by a function that makes a file, as `FolderClient` can."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -21,7 +21,7 @@ from adapters.processors import count_processors
 from adapters.store.file_description import make_entry
 from adapters.store.files.codec import CodecChooser
 from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.files.stored_file import PreparedFile, prepare_file
+from adapters.store.files.stored_file import RowsToWrite, can_write_rows
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
@@ -31,9 +31,8 @@ from adapters.store.slab_memory import Buffer
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
-# Threads that encode. Not all cores are there for this, since requests are served meanwhile.
-ENCODERS = max(1, min(UPLOADS - 1, count_processors() // 2 - 1))
-TASKS = UPLOADS + 2 * ENCODERS  # as many are encoded meanwhile, and as many are ready
+ENCODERS = max(1, min(UPLOADS, count_processors() // 4))  # the other cores serve requests
+TASKS = UPLOADS + ENCODERS  # so that as many are encoded meanwhile
 
 
 @define(eq=False)
@@ -53,12 +52,15 @@ class HeldRows:
     finish: Callable[[], None] | None
 
 
-def write_from_rows(file: PreparedFile, held: HeldRows, temporary: str, path: str, *, replace: bool) -> None:
-    """Write a file from where the rows are. Called on a thread, which may be left behind. Raises OSError."""
+def write_from_rows(run: Run, layout: Layout, held: HeldRows, temporary: str, path: str, *, replace: bool) -> int:
+    """Write a file from where the rows are, and return its size. Called on a thread, which may be left behind.
+
+    Raises OSError.
+    """
     rows = held.rows  # kept until the thread has read them, also if the caller gives up
     if rows is None:
         raise StoreUnreachable("the caller has not waited for it")
-    file.write(temporary, path, rows.data.data_ptr(), replace=replace)
+    return RowsToWrite(run, layout, rows.data.data_ptr()).write(temporary, path, replace=replace)
 
 
 @define(eq=False)
@@ -141,14 +143,18 @@ class Publisher:
             del job
             size = 0
             try:
-                if self._is_wanted(run, held.size):
-                    file = await self._encode(run, held)
-                    if not isinstance(file, PreparedFile):
-                        size = sum(map(len, file))
-                        self._let_go(held, size)
+                if not self._is_wanted(run, held.size):
+                    pass
+                elif self.client.is_folder and self.chooser.choice == "store" and can_write_rows(held.size):
                     async with uploads:
-                        await self._upload(run, file, held)
-                    del file
+                        await self._upload(run, partial(self._write_rows, run, held))
+                else:
+                    parts = await start_call(self._encoder, partial(self._make_file, run, held))
+                    size = sum(map(len, parts))
+                    self._let_go(held, size)
+                    async with uploads:
+                        await self._upload(run, partial(self._write_parts, parts))
+                    del parts
             except MemoryError:
                 self.counts["write_errors"] += 1
             finally:
@@ -175,32 +181,25 @@ class Publisher:
             return False
         return not self.catalogue.is_known(run)
 
-    async def _encode(self, run: Run, held: HeldRows) -> PreparedFile | list[bytes]:
-        """Return the file of a run: what it has besides the rows, if these can be written from where they are.
-
-        Raises MemoryError.
-        """
-        return await start_call(self._encoder, partial(self._make_file, run, held))
-
-    def _make_file(self, run: Run, held: HeldRows) -> PreparedFile | list[bytes]:
+    def _make_file(self, run: Run, held: HeldRows) -> list[bytes]:
         rows = held.rows
         if rows is None:  # nobody waits for the file any more
             return []
-        prepared = None
-        if self.client.is_folder and self.chooser.choice == "store":
-            prepared = prepare_file(run, self.layout, rows.data.data_ptr())
-        return prepared or encode_run(run, self.layout, rows.data.numpy().data, self.chooser.create_compressor())
+        return encode_run(run, self.layout, rows.data.numpy().data, self.chooser.create_compressor())
 
-    async def _upload(self, run: Run, file: PreparedFile | list[bytes], held: HeldRows) -> None:
+    async def _write_parts(self, parts: list[bytes], name: str, replace: bool) -> int:
+        await self.client.write_object(name, parts, replace=replace)
+        return sum(map(len, parts))
+
+    async def _write_rows(self, run: Run, held: HeldRows, name: str, replace: bool) -> int:
+        write = partial(write_from_rows, run, self.layout, held, replace=replace)
+        return await self.client.write_file(name, held.size, write)
+
+    async def _upload(self, run: Run, write: Callable[[str, bool], Awaitable[int]]) -> None:
+        """Write a run. write: gets its name, and whether it replaces an object; returns its bytes."""
         name = name_run(self.catalogue.root, run)
-        replace = self.catalogue.is_damaged(name)
         try:
-            if isinstance(file, PreparedFile):
-                size = file.size
-                await self.client.write_file(name, size, partial(write_from_rows, file, held, replace=replace))
-            else:
-                size = sum(map(len, file))
-                await self.client.write_object(name, file, replace=replace)
+            size = await write(name, self.catalogue.is_damaged(name))
         except ObjectExists:
             self.counts["already_there"] += 1  # the next listing brings it, with its size
         except StoreUnreachable as error:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -25,8 +24,7 @@ from adapters.store.files.codec import Codec, CodecChooser
 from adapters.store.files.file_format import Layout, Run
 from adapters.store.files.read_run import RunContent
 from adapters.store.files.seekable import Damaged
-from adapters.store.files.stored_file import PreparedFile
-from adapters.store.shared import folder_client
+from adapters.store.shared import folder_client, publisher
 from adapters.store.shared.folder_client import FolderClient, write_file
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.open_client import open_client
@@ -39,6 +37,7 @@ from adapters.store.tier import WriteRun
 pytestmark = pytest.mark.timeout(60)
 NAME = "0123/run"
 CONTENT = bytes(range(256)) * 5
+LAYOUT = Layout("ab" * 16, 4, RowSpec(("layers.0.k",), 1, 16 << 10, "I8"))
 
 
 @pytest.fixture
@@ -194,32 +193,31 @@ def test_a_write_that_hangs_ends_for_its_caller(client: FolderClient, monkeypatc
     goes_on.set()
 
 
-class SlowFile:
-    """A file that is written when it may be."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-
-    def write(self, temporary: str, path: str, address: int, *, replace: bool) -> None:
-        assert not replace
-        self.may_go_on.wait(30)
-        write_file(temporary, path, [ctypes.string_at(address, len(CONTENT))], replace=replace)
-
-
 def test_rows_are_kept_for_a_thread_that_hangs(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other rows in the same memory would be written under this name."""
+    goes_on = threading.Event()
+
+    class Slow:
+        def __init__(self, run: Run, layout: Layout, address: int) -> None:
+            self.address = address
+
+        def write(self, temporary: str, path: str, *, replace: bool) -> int:
+            goes_on.wait(30)
+            write_file(temporary, path, [ctypes.string_at(self.address, len(CONTENT))], replace=replace)
+            return len(CONTENT)
+
     asyncio.run(client.write_object("0123/another run", [b""]))
     monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
+    monkeypatch.setattr(publisher, "RowsToWrite", Slow)
     held = HeldRows(Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8)), len(CONTENT), None)
     assert held.rows is not None
     kept = weakref.ref(held.rows)
-    file = SlowFile()
-    write = partial(write_from_rows, cast(PreparedFile, file), held, replace=False)
+    write = partial(write_from_rows, Run(0, b"", (), b""), LAYOUT, held, replace=False)
     with pytest.raises(StoreUnreachable, match="no answer"):
         asyncio.run(client.write_file(NAME, len(CONTENT), write))
     held.rows = None
     assert kept() is not None
-    file.may_go_on.set()
+    goes_on.set()
     end = time.monotonic() + 30
     while kept() is not None:
         assert time.monotonic() < end, "the thread has ended and its rows are kept"
@@ -231,7 +229,7 @@ def test_rows_are_kept_for_a_thread_that_hangs(client: FolderClient, monkeypatch
 def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(
     root: Path, client: FolderClient, codec: Codec
 ) -> None:
-    layout = Layout("ab" * 16, 4, RowSpec(("layers.0.k",), 1, 16 << 10, "I8"))
+    layout = LAYOUT
     origin, packed = layout.compute_root("rows"), pack_tokens(range(8))
     run = Run(0, origin, chain_keys(origin, packed, 4), packed)
     rows = Buffer(torch.arange(layout.compute_size("rows", 8), dtype=torch.int32).to(torch.uint8))

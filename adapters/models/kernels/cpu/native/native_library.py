@@ -170,17 +170,15 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_frame_bytes.restype = size
     code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
     code.rekindle_pack_frame.restype = None
-    code.rekindle_hash_frames.argtypes = [pointer, size, size, pointer]
-    code.rekindle_hash_frames.restype = None
     code.rekindle_read_frames.argtypes = [number, size, pointer, size, size, pointer]
     code.rekindle_read_frames.restype = size
     name = ctypes.c_char_p
     code.rekindle_read_file.argtypes = [name, size, size, pointer, size, pointer, size, size, pointer]
     code.rekindle_read_file.restype = size
-    code.rekindle_write_file.argtypes = [
-        *(name, name, number, name, size, pointer, size, size, pointer, name, size),
-    ]
-    code.rekindle_write_file.restype = number
+    code.rekindle_begin_file.argtypes = [name, size, pointer, size, size, pointer]
+    code.rekindle_begin_file.restype = number
+    code.rekindle_end_file.argtypes = [number, name, name, number, name, size, name, size]
+    code.rekindle_end_file.restype = number
     brief = ctypes.PyDLL(str(folder / FILE))
     for calls in (code, brief):
         calls.rekindle_match_texts.argtypes = [pointer, size]
