@@ -1,9 +1,9 @@
 """A client of a folder that several servers mount.
 
-The library lists such a folder, as any store. Runs are read and written here, by threads of our own. A run is read
-straight to its place, or piece by piece into memory that is used again and again, and decoded while it is in the
-processor's cache. The library reads it whole into new memory first, and a core takes as long to map that as to copy the
-bytes.
+The library lists such a folder, as any store. Runs are read and written here, by threads of our own. A stored run is
+read straight to its place, and written from there (`stored_file.py`). Another one is read piece by piece into memory
+that is used again and again, and decoded while it is in the processor's cache. The library reads it whole into new
+memory first, and a core takes as long to map that as to copy the bytes.
 
 A folder may hang when its server is gone. A caller waits within its limit only, and the thread is left behind.
 """

@@ -2,7 +2,8 @@
 
 The rows of a job are let go of as soon as they are encoded: on a GPU they lie in pinned memory, which snapshots need,
 and a store may be far slower than they are. From then on only the file waits, in ordinary memory. Both count against
-one limit. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
+one limit. The stored file of a run in a folder is written from where its rows are, UPLOADS at once, and not encoded
+before. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
 finds that the store lacks it.
 """
 

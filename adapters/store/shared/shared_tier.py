@@ -12,7 +12,7 @@ thread with an event loop of its own does everything that no request waits for:
 
 Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
 decodes it on the caller's threads, with the same checks as a file (`fill_target`). From a folder it is read and decoded
-piece by piece on threads of its client. Then it is a run like any other.
+on threads of its client: in one call, or piece by piece (`run_decoder.py`). Then it is a run like any other.
 
 An operation that fails or takes too long takes the tier away until a refresh works again (`store_health.py`). While it
 is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
@@ -57,7 +57,7 @@ from adapters.store.shared.object_names import name_entry, name_sample
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import TASKS, UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
-from adapters.store.shared.run_decoder import RunDecoder
+from adapters.store.shared.run_decoder import RunDecoder, fill_memory
 from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
@@ -237,8 +237,9 @@ class SharedTier:
         self._reads += 1
         try:
             expected = Expected(entry.size, entry.run, self.layout)
-            helpers = self._choose_helpers()
-            plan = plan_file(expected) if helpers is None and self.client.is_folder else None
+            in_one_call = self.client.is_folder and fill_memory(self._reads, self._processors)
+            plan = plan_file(expected) if in_one_call else None
+            helpers = None if plan is not None or self._reads >= self._processors else self._decoders
             decode = partial(self._decode, entry, RunDecoder(expected, plan, helpers, memory))
             buffer = await self.client.read_content(name, entry.size, workers, decode, then)
         except FileNotFoundError as error:
@@ -261,10 +262,6 @@ class SharedTier:
             log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
             self.catalogue.note_damaged_entry(entry)
             raise
-
-    def _choose_helpers(self) -> Executor | None:
-        """Return the threads that help to decode a run; none if as many reads keep most processors busy."""
-        return None if 2 * self._reads > self._processors else self._decoders
 
     # --- measurements, before any request is served ---
 

@@ -30,6 +30,7 @@ from adapters.store.shared.object_client import ObjectClient, ObjectExists, Stor
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import HeldRows, write_from_rows
+from adapters.store.shared.run_decoder import fill_memory
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import WriteRun
@@ -252,3 +253,11 @@ def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(
             found = asyncio.run(tier.read(entry, SlabMemory(), workers))
         assert torch.equal(found.data, expected)
     assert tier.close(30)
+
+
+@pytest.mark.parametrize(
+    ("reads", "processors", "alone"),
+    [(1, 1, True), (1, 2, False), (2, 2, True), (3, 8, False), (4, 8, True), (4, 64, True)],
+)
+def test_a_few_reads_at_once_are_helped_where_processors_are_free(reads: int, processors: int, alone: bool) -> None:
+    assert fill_memory(reads, processors) is alone
