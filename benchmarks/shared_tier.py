@@ -57,10 +57,11 @@ from adapters.processors import count_processors
 from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
-from adapters.store.files.file_format import Expected, Layout, Run, encode_run
+from adapters.store.files.expected import Expected
+from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.files.read_run import PIECE_BYTES, RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
-from adapters.store.shared.object_client import ObjectClient
+from adapters.store.shared.object_client import Folder, ObjectClient
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
@@ -229,8 +230,8 @@ class PacedClient(ObjectClient):
     pace: Pace
 
     @property
-    def is_folder(self) -> bool:  # type: ignore[override]
-        return self.plain.is_folder
+    def folder(self) -> Folder | None:
+        return None if self.plain.folder is None else self
 
     async def read_object(self, name: str, size: int) -> list[memoryview]:
         return await self.pace.run(self.plain.read_object(name, size), size)
@@ -256,7 +257,8 @@ class PacedClient(ObjectClient):
         await self.pace.run(written, sum(map(len, parts)))
 
     async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
-        return await self.pace.run(self.plain.write_file(name, size, write), size)
+        assert self.plain.folder is not None
+        return await self.pace.run(self.plain.folder.write_file(name, size, write), size)
 
     def close(self) -> None:
         self.plain.close()

@@ -134,15 +134,6 @@ class Run:
 
 
 @frozen
-class Expected:
-    """The size with which a file was written, and the run that it must hold."""
-
-    size: int
-    run: Run
-    layout: Layout
-
-
-@frozen
 class FileHead:
     """The description that a file begins with. frames: digest over the checksums of all frames but the first."""
 
@@ -222,7 +213,7 @@ def describe_tensors(layout: Layout, kind: Kind, tokens: int) -> bytes:
     return encode_json(tensors)[1:]
 
 
-def encode_json(content: Mapping[str, Any]) -> bytes:
+def encode_json(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 

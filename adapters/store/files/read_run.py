@@ -19,10 +19,10 @@ from typing import Protocol, cast
 from attrs import frozen
 
 from adapters.store.files import seekable
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     FRAME,
     MAX_HEAD_BYTES,
-    Expected,
     check_frames,
     digest_frames,
     encode_head,

@@ -24,10 +24,10 @@ from pathlib import Path
 from attrs import frozen
 
 from adapters.store.files import seekable
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     DIGEST,
     FRAME,
-    Expected,
     Layout,
     Run,
     digest_frames,
@@ -67,7 +67,7 @@ def measure_rows(size: int) -> StoredRows:
 
 @frozen(eq=False)
 class StoredFile:
-    """What a stored file must consist of. before, after: its head, around the digest of the frames' checksums.
+    """All parts that a stored file must have. before, after: its head, around the digest of the frames' checksums.
 
     head_bytes: of the frame of the head.
     """
@@ -108,7 +108,8 @@ def plan_file(expected: Expected) -> StoredFile | None:
     """Describe the file of a run, if it can be a stored one that is read in one call; else return None."""
     if load_functions() is None:
         return None
-    run, layout = expected.run, expected.layout
+    run = expected.run
+    layout = expected.layout
     rows = measure_rows(layout.compute_size(run.kind, run.length))
     head_bytes = expected.size - rows.packed_bytes - seekable.compute_table_size(1 + len(rows.frames))
     if rows.short_bytes or not rows.frames or head_bytes <= 0:

@@ -20,7 +20,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from attrs import define, field
@@ -28,7 +28,7 @@ from attrs import define, field
 from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent, borrow_scratch, read_fully
 from adapters.store.files.seekable import Damaged
-from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable, shorten_error
+from adapters.store.shared.object_client import Folder, ObjectClient, ObjectExists, StoreUnreachable, shorten_error
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.thread_calls import start_call
 
@@ -41,12 +41,16 @@ T = TypeVar("T")
 class FolderClient(ObjectClient):
     """The client. Its threads are started as they are needed, and end with `close` or with the process."""
 
-    is_folder: ClassVar[bool] = True
     _threads: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-folder", THREADS), init=False)
     _root: Path = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._root = Path(unquote(urlsplit(self.url).path))
+
+    @property
+    def folder(self) -> Folder:
+        """This client."""
+        return self
 
     async def read_content(
         self,
@@ -78,11 +82,7 @@ class FolderClient(ObjectClient):
         await self.write_file(name, sum(map(len, parts)), partial(write_file, parts=parts, replace=replace))
 
     async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
-        """Write an object of this size by a function, on a thread.
-
-        write: makes a file of the first name, and gives it the second one when it is whole. Returns its result. Raises
-        as `write_object`.
-        """
+        """Write a file as `Folder` describes it."""
         work = partial(write_to_folder, f"{self._root}/{name}", write)
         return await self._run(work, compute_patient_limit(size), threading.Lock())
 

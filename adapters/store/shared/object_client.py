@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from attrs import define, frozen
@@ -52,6 +52,17 @@ class ObjectFacts:
     version: str
 
 
+class Folder(Protocol):
+    """A store whose objects are files, which functions of ours write and read."""
+
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
+        """Write an object of this size by a function, on a thread, and return its result.
+
+        write: makes a file of the first name, and gives it the second one when it is whole. Raises as `write_object`.
+        """
+        ...
+
+
 @define(eq=False)
 class ObjectClient:
     """Operations on the objects below one URL. Any thread with a running event loop may call them.
@@ -59,9 +70,13 @@ class ObjectClient:
     Each raises StoreUnreachable within its limit; reads raise FileNotFoundError as well.
     """
 
-    is_folder: ClassVar[bool] = False  # whether `write_file` may be called
     url: str
     _store: ObjectStore
+
+    @property
+    def folder(self) -> Folder | None:
+        """The folder, if the store is one."""
+        return None
 
     @property
     def place(self) -> str:
@@ -146,10 +161,6 @@ class ObjectClient:
         async with limit_time(self, compute_patient_limit(sum(map(len, parts)))), expect_store():
             mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
             await put_async(self._store, name, iter(parts), mode=mode, use_multipart=False)  # sent without a copy
-
-    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
-        """Write an object by a function that makes a file, as `FolderClient` can."""
-        raise NotImplementedError
 
     async def remove_object(self, name: str) -> None:
         """Remove an object, if it is there."""

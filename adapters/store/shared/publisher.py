@@ -24,7 +24,7 @@ from adapters.store.files.codec import CodecChooser
 from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.files.stored_file import RowsToWrite, can_write_rows
 from adapters.store.shared.catalogue import Catalogue
-from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
+from adapters.store.shared.object_client import Folder, ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
 from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason, has_room
 from adapters.store.shared.thread_calls import start_call
@@ -45,7 +45,7 @@ class WriteWatch:
 
 
 @define(eq=False)
-class HeldRows:
+class LentRows:
     """The rows of a job, which the store keeps for it. size: in bytes; 0 once the job is finished."""
 
     rows: Buffer | None
@@ -53,7 +53,7 @@ class HeldRows:
     finish: Callable[[], None] | None
 
 
-def write_from_rows(run: Run, layout: Layout, held: HeldRows, temporary: str, path: str, *, replace: bool) -> int:
+def write_from_rows(run: Run, layout: Layout, held: LentRows, temporary: str, path: str, *, replace: bool) -> int:
     """Write a file from where the rows are, and return its size. Called on a thread, which may be left behind.
 
     Raises OSError.
@@ -139,16 +139,16 @@ class Publisher:
         """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
         while self._queue:
             number, job = self._queue.popleft()
-            held = HeldRows(job.rows, job.size, job.finish)
+            held = LentRows(job.rows, job.size, job.finish)
             run = job.run
             del job
             size = 0
             try:
                 if not self._is_wanted(run, held.size):
                     pass
-                elif self.client.is_folder and self.chooser.choice == "store" and can_write_rows(held.size):
+                elif (folder := self._find_folder(held.size)) is not None:
                     async with uploads:
-                        await self._upload(run, partial(self._write_rows, run, held))
+                        await self._upload(run, partial(self._write_rows, folder, run, held))
                 else:
                     parts = await start_call(self._encoder, partial(self._make_file, run, held))
                     size = sum(map(len, parts))
@@ -162,7 +162,7 @@ class Publisher:
                 self._let_go(held, -size)
                 self._count_off(number)
 
-    def _let_go(self, held: HeldRows, file_bytes: int) -> None:
+    def _let_go(self, held: LentRows, file_bytes: int) -> None:
         """Finish a job whose rows are not needed any more, unless that was done before.
 
         file_bytes: by which the files that wait have grown at the same moment.
@@ -172,7 +172,8 @@ class Publisher:
             self.uploading_bytes += file_bytes
             self.queued_bytes -= held.size
             held.size = 0
-            finish, held.finish = held.finish, None
+            finish = held.finish
+            held.finish = None
             if finish is not None:
                 finish()
 
@@ -182,7 +183,7 @@ class Publisher:
             return False
         return not self.catalogue.is_known(run)
 
-    def _make_file(self, run: Run, held: HeldRows) -> list[bytes]:
+    def _make_file(self, run: Run, held: LentRows) -> list[bytes]:
         rows = held.rows
         if rows is None:  # nobody waits for the file any more
             return []
@@ -192,9 +193,14 @@ class Publisher:
         await self.client.write_object(name, parts, replace=replace)
         return sum(map(len, parts))
 
-    async def _write_rows(self, run: Run, held: HeldRows, name: str, replace: bool) -> int:
+    def _find_folder(self, size: int) -> Folder | None:
+        """Return the folder to which rows of this size are written from where they are, if the store is one."""
+        folder = self.client.folder
+        return folder if folder and self.chooser.choice == "store" and can_write_rows(size) else None
+
+    async def _write_rows(self, folder: Folder, run: Run, held: LentRows, name: str, replace: bool) -> int:
         write = partial(write_from_rows, run, self.layout, held, replace=replace)
-        return await self.client.write_file(name, held.size, write)
+        return await folder.write_file(name, held.size, write)
 
     async def _upload(self, run: Run, write: Callable[[str, bool], Awaitable[int]]) -> None:
         """Write a run. write: gets its name, and whether it replaces an object; returns its bytes."""

@@ -6,7 +6,7 @@ from concurrent.futures import Executor
 
 from attrs import frozen
 
-from adapters.store.files.file_format import Expected
+from adapters.store.files.expected import Expected
 from adapters.store.files.read_run import RunContent, fill_target
 from adapters.store.files.stored_file import StoredFile
 from adapters.store.slab_memory import Buffer, SlabMemory
@@ -23,7 +23,7 @@ def fill_memory(reads: int, processors: int) -> bool:
 
 @frozen(eq=False)
 class RunDecoder:
-    """What a thread needs to decode a run.
+    """The parts that a thread needs to decode a run.
 
     plan: of its file, if one call may read it. helpers: threads that help otherwise; None for none.
     """
@@ -35,8 +35,8 @@ class RunDecoder:
 
     def decode(self, content: RunContent) -> Buffer:
         """Return the run's tensors in a buffer. Raises Damaged, OSError or MemoryError."""
-        run, layout = self.expected.run, self.expected.layout
-        buffer = self.memory.allocate(layout.compute_size(run.kind, run.length))
+        run = self.expected.run
+        buffer = self.memory.allocate(self.expected.layout.compute_size(run.kind, run.length))
         if self.plan is None or not self.plan.read(content.path, buffer.data.data_ptr()):
             fill_target(content, self.expected, self.helpers, buffer.data.numpy().data)
         return buffer

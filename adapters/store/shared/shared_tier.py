@@ -43,7 +43,8 @@ from adapters.daemon_executor import DaemonExecutor
 from adapters.processors import count_processors
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
-from adapters.store.files.file_format import Expected, Layout
+from adapters.store.files.expected import Expected
+from adapters.store.files.file_format import Layout
 from adapters.store.files.read_run import RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
@@ -237,7 +238,7 @@ class SharedTier:
         self._reads += 1
         try:
             expected = Expected(entry.size, entry.run, self.layout)
-            in_one_call = self.client.is_folder and fill_memory(self._reads, self._processors)
+            in_one_call = self.client.folder is not None and fill_memory(self._reads, self._processors)
             plan = plan_file(expected) if in_one_call else None
             helpers = None if plan is not None or self._reads >= self._processors else self._decoders
             decode = partial(self._decode, entry, RunDecoder(expected, plan, helpers, memory))

@@ -20,9 +20,9 @@ from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoin
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
 from adapters.store.files.codec import CodecChooser, choose_codec, compute_ratio
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     FRAME,
-    Expected,
     FileHead,
     Newer,
     Outdated,

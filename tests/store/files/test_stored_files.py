@@ -21,7 +21,8 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 from adapters.store.block_keys import chain_keys, derive_checkpoint_key, pack_tokens
 from adapters.store.files import seekable, stored_file
 from adapters.store.files.codec import create_compressor
-from adapters.store.files.file_format import DraftLayout, Expected, Layout, Run, encode_run
+from adapters.store.files.expected import Expected
+from adapters.store.files.file_format import DraftLayout, Layout, Run, encode_run
 from adapters.store.files.read_run import fill_target
 from adapters.store.files.seekable import Damaged
 from adapters.store.files.stored_file import RowsToWrite, can_write_rows, plan_file

@@ -29,7 +29,7 @@ from adapters.store.shared.folder_client import FolderClient, write_file
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
-from adapters.store.shared.publisher import HeldRows, write_from_rows
+from adapters.store.shared.publisher import LentRows, write_from_rows
 from adapters.store.shared.run_decoder import fill_memory
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer, SlabMemory
@@ -210,7 +210,7 @@ def test_rows_are_kept_for_a_thread_that_hangs(client: FolderClient, monkeypatch
     asyncio.run(client.write_object("0123/another run", [b""]))
     monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
     monkeypatch.setattr(publisher, "RowsToWrite", Slow)
-    held = HeldRows(Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8)), len(CONTENT), None)
+    held = LentRows(Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8)), len(CONTENT), None)
     assert held.rows is not None
     kept = weakref.ref(held.rows)
     write = partial(write_from_rows, Run(0, b"", (), b""), LAYOUT, held, replace=False)

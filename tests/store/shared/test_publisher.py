@@ -18,7 +18,7 @@ from adapters.store.shared.publisher import Publisher
 class StuckClient:
     """A store that takes an object and never answers."""
 
-    is_folder = False
+    folder = None
 
     async def write_object(self, name: str, parts: list[bytes], *, replace: bool) -> None:
         await asyncio.Event().wait()
