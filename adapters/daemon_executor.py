@@ -37,7 +37,7 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._is_shut:
                 raise RuntimeError(f"{self._name} takes no more calls")
-            self._calls.put(partial(run_call, future, partial(call, *args, **kwargs)))
+            self._calls.put(partial(self._run_call, future, partial(call, *args, **kwargs)))
             self._open_calls += 1
             if len(self._threads) < min(self._open_calls, self._most):
                 self._threads.append(WatchedThread(f"{self._name}_{len(self._threads)}", self._run_calls))
@@ -55,17 +55,22 @@ class DaemonExecutor(Executor):
         while (call := self._calls.get()) is not None:
             call()
             del call  # what it holds is free while the thread waits
-            with self._lock:
-                self._open_calls -= 1
 
+    def _run_call(self, future: Future[T], call: Callable[[], T]) -> None:
+        """Run a call, and put what becomes of it into its future."""
+        if not future.set_running_or_notify_cancel():
+            self._count_off()
+            return
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
+            self._count_off()
+            future.set_exception(error)
+        else:
+            self._count_off()
+            future.set_result(result)
 
-def run_call(future: Future[T], call: Callable[[], T]) -> None:
-    """Run a call, and put what becomes of it into its future."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    def _count_off(self) -> None:
+        """Note that a call is over, before anybody knows it: the next one needs no other thread."""
+        with self._lock:
+            self._open_calls -= 1
