@@ -454,7 +454,7 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
         found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
     encode_s, decode_s = time_codec(runs, layout, codec)
     figures = tier.collect_figures().build_json()
-    assert (figures["written"], figures["read_bytes"]) == (count, sum(sizes)), figures
+    assert (figures["written"], figures["read_bytes"]) == (count, figures["written_bytes"]), figures
     assert tier.close(60)
     client.close()
     if is_folder:  # files that are gone are not written to the disk beside the next pass
