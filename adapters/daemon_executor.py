@@ -34,15 +34,25 @@ class DaemonExecutor(Executor):
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a call as soon as a thread is free. Raises RuntimeError after `shutdown`."""
         future = Future[T]()
+        self._start(partial(self._run_call, future, partial(call, *args, **kwargs)))
+        return future
+
+    def run_soon(self, call: Callable[[Callable[[], None]], None]) -> None:
+        """Run a call without a future as soon as a thread is free. Raises RuntimeError after `shutdown`.
+
+        call: raises nothing. It gets a function to call when all that is left to do is to tell that it is over.
+        """
+        self._start(partial(call, self._count_off))
+
+    def _start(self, call: Callable[[], None]) -> None:
         with self._lock:
             if self._is_shut:
                 raise RuntimeError(f"{self._name} takes no more calls")
-            self._calls.put(partial(self._run_call, future, partial(call, *args, **kwargs)))
+            self._calls.put(call)
             self._open_calls += 1
             if len(self._threads) < min(self._open_calls, self._most):
                 self._threads.append(WatchedThread(f"{self._name}_{len(self._threads)}", self._run_calls))
                 self._threads[-1].start()
-        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
         """Take no more calls. What was submitted still runs, and nothing waits for it, whatever the arguments say."""

@@ -6,7 +6,7 @@ Any zstd decoder reads them. zstd's own encoder searches for matches at every le
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 
 from attrs import frozen
 
@@ -34,8 +34,28 @@ class PlainCompressor:
         return pack_frame(data) if SHORT <= memoryview(data).nbytes <= MOST else self.short.compress(data)
 
 
+@lru_cache(256)
+def count_frame_bytes(content: int) -> int:
+    """Return the bytes of the plain frame of so many bytes. There is a compiled library."""
+    compiled = load_functions()
+    assert compiled is not None, "callers have asked for it"
+    return int(compiled.rekindle_frame_bytes(content))
+
+
+def pack_short_frame(data: bytes) -> bytes:
+    """Return the plain frame of a short content, which is not empty. There is a compiled library.
+
+    The interpreter is kept, since another thread might take it for longer than this takes.
+    """
+    compiled = load_brief_functions()
+    assert compiled is not None, "callers have asked for it"
+    frame = make_bytes(count_frame_bytes(len(data)))
+    compiled.rekindle_pack_frame(find_address(data), len(data), find_address(frame))
+    return frame
+
+
 def pack_frame(data: Buffer) -> bytes:
-    """Return the plain frame of a content of any length but 0. There is a compiled library."""
+    """Return the plain frame of a content. The interpreter is free while it is made. There is a compiled library."""
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
     compiled = load_functions()
@@ -76,6 +96,14 @@ def load_functions() -> ctypes.CDLL | None:
 
     library = find_library()
     return None if library is None else library.code
+
+
+@cache
+def load_brief_functions() -> ctypes.PyDLL | None:
+    from adapters.models.kernels.cpu.native.native_library import find_library  # noqa: PLC0415 - readers need none
+
+    library = find_library()
+    return None if library is None else library.brief
 
 
 def make_bytes(size: int) -> bytes:

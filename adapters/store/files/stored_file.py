@@ -34,7 +34,7 @@ from adapters.store.files.file_format import (
     encode_around_digest,
     split_frames,
 )
-from adapters.store.files.plain_frames import LEVEL, SHORT, load_functions, pack_frame
+from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, load_functions, pack_short_frame
 from adapters.store.files.seekable import CHECKSUM, Sizes
 
 
@@ -54,11 +54,9 @@ class StoredRows:
 @lru_cache(64)
 def measure_rows(size: int) -> StoredRows:
     """Return what rows of so many bytes become. There is a compiled library."""
-    compiled = load_functions()
-    assert compiled is not None, "callers have asked for it"
     contents = [stop - start for start, stop in split_frames(size)]
     short = contents.pop() if contents and contents[-1] < SHORT else 0
-    frames = tuple((int(compiled.rekindle_frame_bytes(content)), content) for content in contents)
+    frames = tuple((count_frame_bytes(content), content) for content in contents)
     return StoredRows(size - short, frames, sum(packed for packed, _ in frames), short)
 
 
@@ -69,12 +67,13 @@ def measure_rows(size: int) -> StoredRows:
 class StoredFile:
     """All parts that a stored file must have. before, after: its head, around the digest of the frames' checksums.
 
-    head_bytes: of the frame of the head.
+    head_bytes: of the frame of the head. has_plain_head: it is as long as one that is not compressed.
     """
 
     rows: StoredRows
     size: int
     head_bytes: int
+    has_plain_head: bool
     before: bytes
     after: bytes
     table: bytes
@@ -98,6 +97,8 @@ class StoredFile:
 
     def _has_head(self, found: bytes, checksums: bytes) -> bool:
         head = self.before + digest_frames([checksums]).hex().encode() + self.after
+        if self.has_plain_head:
+            return found[: self.head_bytes] == pack_short_frame(head)
         try:
             return seekable.decompress_exactly(found[: self.head_bytes], len(head)) == head
         except seekable.Damaged:
@@ -119,7 +120,8 @@ def plan_file(expected: Expected) -> StoredFile | None:
     if head_bytes > seekable.compute_bound(content):
         return None
     table = seekable.encode_table([(head_bytes, content), *rows.frames])
-    return StoredFile(rows, expected.size, head_bytes, before, after, table)
+    is_plain = head_bytes == count_frame_bytes(content)
+    return StoredFile(rows, expected.size, head_bytes, is_plain, before, after, table)
 
 
 # --- writing ---
@@ -149,7 +151,7 @@ class RowsToWrite:
         rows = measure_rows(self.size)
         before, after = encode_around_digest(self.run, self.layout)
         content = len(before) + 2 * DIGEST + len(after)
-        head_bytes = int(compiled.rekindle_frame_bytes(content))
+        head_bytes = count_frame_bytes(content)
         sums = ctypes.create_string_buffer(CHECKSUM * len(rows.frames))
         new = os.fsencode(temporary)
         file = compiled.rekindle_begin_file(new, head_bytes, self.address, rows.content, FRAME, ctypes.addressof(sums))
@@ -157,7 +159,7 @@ class RowsToWrite:
             raise OSError(-file, os.strerror(-file), path)
         try:
             short, checksums, sizes = self._compress_short_end(rows)
-            first = pack_frame(before + digest_frames([sums.raw, checksums]).hex().encode() + after)
+            first = pack_short_frame(before + digest_frames([sums.raw, checksums]).hex().encode() + after)
             rest = short + seekable.encode_table([(head_bytes, content), *rows.frames, *sizes])
         except BaseException:
             os.close(file)

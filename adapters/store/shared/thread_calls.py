@@ -11,7 +11,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
+
+from adapters.daemon_executor import DaemonExecutor
 
 T = TypeVar("T")
 
@@ -23,17 +26,28 @@ def start_call(threads: Executor, call: Callable[[], T]) -> asyncio.Future[T]:
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
-    threads.submit(run_and_answer, call, loop, answer)
+    if isinstance(threads, DaemonExecutor):
+        threads.run_soon(partial(run_and_answer, call, loop, answer))
+    else:
+        threads.submit(run_and_answer, call, loop, answer, do_nothing)
     return answer
 
 
-def run_and_answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[T]) -> None:
+def do_nothing() -> None:
+    """The other executors count their calls themselves."""
+
+
+def run_and_answer(
+    call: Callable[[], T], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[T], count_off: Callable[[], None]
+) -> None:
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001 - the caller gets it from the future
         # No variable keeps the error, because it keeps this frame: memory of the call would stay until a collection.
+        count_off()
         post(loop, give_error, answer, error)
     else:
+        count_off()
         post(loop, give_result, answer, result)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,15 @@ def make_rows(run: Run, layout: Layout = LAYOUT) -> np.ndarray:
 
 def encode(run: Run, layout: Layout = LAYOUT) -> bytes:
     return b"".join(encode_run(run, layout, make_rows(run, layout).data, create_compressor("store")))
+
+
+def write_rows(run: Run) -> bytes:
+    """The same, as the shared tier writes it to a folder."""
+    rows = make_rows(run)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "file")
+        RowsToWrite(run, LAYOUT, rows.ctypes.data).write(f"{folder}/new", str(file), replace=False)
+        return file.read_bytes()
 
 
 def read(path: Path, raw: bytes, run: Run, layout: Layout = LAYOUT, *, helpers: bool = False) -> np.ndarray:
@@ -123,7 +133,7 @@ def test_writing_fails_as_python_would_and_leaves_nothing(tmp_path: Path, monkey
     temporary.unlink()
     with pytest.raises(NotADirectoryError):
         write(file / "temporary", file / "file")
-    monkeypatch.setattr(stored_file, "pack_frame", lack_memory)
+    monkeypatch.setattr(stored_file, "pack_short_frame", lack_memory)
     with pytest.raises(MemoryError):
         write(temporary, tmp_path / "another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -168,11 +178,14 @@ def test_rows_are_read_back_bit_for_bit(tmp_path: Path, tokens: int, layout: Lay
     assert np.array_equal(found, make_rows(run, layout))
 
 
+@pytest.mark.parametrize("writer", [encode, write_rows], ids=["compressed head", "stored head"])
 @pytest.mark.parametrize("tokens", [TWO_FRAMES, ONE_FRAME])
-def test_one_call_reads_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_one_call_reads_a_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, writer: Callable[[Run], bytes]
+) -> None:
     monkeypatch.setattr(run_decoder, "fill_target", forbid)
     run = make_run(tokens)
-    assert np.array_equal(read(tmp_path / "file", encode(run), run), make_rows(run))
+    assert np.array_equal(read(tmp_path / "file", writer(run), run), make_rows(run))
 
 
 def test_kinds_of_runs_have_heads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +216,12 @@ def list_edges(raw: bytes) -> list[int]:
     return [*edges, len(raw)]
 
 
+@pytest.mark.parametrize("writer", [encode, write_rows], ids=["compressed head", "stored head"])
 @pytest.mark.parametrize("helpers", [False, True], ids=["alone", "with helpers"])
-def test_a_wrong_bit_is_found_wherever_it_is(tmp_path: Path, helpers: bool) -> None:
+def test_a_wrong_bit_is_found_wherever_it_is(tmp_path: Path, helpers: bool, writer: Callable[[Run], bytes]) -> None:
     """The head, the heads of frames and of blocks, rows, checksums and the table; few of them are all tried."""
     run = make_run(TWO_FRAMES)
-    raw = encode(run)
+    raw = writer(run)
     edges = list_edges(raw)
     chance = random.Random(7)
     unused = {8 * (edge + 4) + 4 for edge in edges}  # a bit of a frame's descriptor that decoders do not look at

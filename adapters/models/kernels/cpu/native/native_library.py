@@ -186,9 +186,9 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
-    declare_frames(code)
     brief = ctypes.PyDLL(str(folder / FILE))
     for calls in (code, brief):
+        declare_frames(calls)
         calls.rekindle_match_texts.argtypes = [pointer, size]
         calls.rekindle_match_texts.restype = None
         calls.rekindle_find_branch.argtypes = [pointer, size]
