@@ -2,8 +2,7 @@
 
 The rows of a job are let go of as soon as they are encoded: on a GPU they lie in pinned memory, which snapshots need,
 and a store may be far slower than they are. From then on only the file waits, in ordinary memory. Both count against
-one limit. The stored file of a run in a folder is written from where its rows are, UPLOADS at once, and not encoded
-before. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
+one limit. The stored file of a run in a folder is written from where its rows are, and not encoded before. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
 finds that the store lacks it.
 """
 
@@ -136,7 +135,10 @@ class Publisher:
                 watch.done.set_result(None)
 
     async def empty_queue(self, uploads: asyncio.Semaphore) -> None:
-        """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
+        """Write what is queued. Several tasks may do so at once.
+
+        uploads: how many of them write at once. In a folder all do, because a part of them hashes rows meanwhile.
+        """
         while self._queue:
             number, job = self._queue.popleft()
             held = LentRows(job.rows, job.size, job.finish)
@@ -147,8 +149,7 @@ class Publisher:
                 if not self._is_wanted(run, held.size):
                     pass
                 elif (folder := self._find_folder(held.size)) is not None:
-                    async with uploads:
-                        await self._upload(run, partial(self._write_rows, folder, run, held))
+                    await self._upload(run, partial(self._write_rows, folder, run, held))
                 else:
                     parts = await start_call(self._encoder, partial(self._make_file, run, held))
                     size = sum(map(len, parts))
