@@ -2,8 +2,9 @@
 
 The rows of a job are let go of as soon as they are encoded: on a GPU they lie in pinned memory, which snapshots need,
 and a store may be far slower than they are. From then on only the file waits, in ordinary memory. Both count against
-one limit. The stored file of a run in a folder is written from where its rows are, and not encoded before. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
-finds that the store lacks it.
+one limit. The stored file of a run in a folder is written from where its rows are, and not encoded before. What finds
+no room, or what the store refuses, is dropped and counted; it is written when a later snapshot finds that the store
+lacks it.
 """
 
 from __future__ import annotations
