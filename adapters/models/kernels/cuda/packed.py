@@ -158,11 +158,13 @@ class CudaPacking:
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
+        """Return the product. Parts that are not packed come first. They are small, and few programs compute them, so
+        that meanwhile programs of the next part fill their memory with packed words.
+        """
         share = 2 if weight.gated else 1
         out = x.new_empty(len(x), sum(weight.widths) // share)
-        at = 0
-        for part, width in zip(weight.parts, weight.widths, strict=True):
-            columns = out[:, at : at + width // share]
+        places = zip(weight.parts, out.split([width // share for width in weight.widths], 1), strict=True)
+        for part, columns in sorted(places, key=lambda place: isinstance(place[0], CudaPackedMatrix)):
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
             elif self.hopper and (tile := packed_ahead.choose_row_tile(x, part, self.processors, self.shared)):
@@ -174,7 +176,6 @@ class CudaPacking:
                 multiply_narrow(x, part, columns, narrow, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
-            at += width // share
         return out
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:

@@ -98,9 +98,11 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
     if len(x) != 1 or x.dtype != torch.bfloat16 or layout.steps not in ROW_CHAINS or not is_quicker:
         return None
     tile = _choose_chain(weight, processors) if weight.pieces == 1 else _choose_pieces(weight, processors)
-    if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
+    if tile is None or weight.columns != weight.pieces * weight.piece:
         return None
-    return fill_memory(tile, weight, processors, shared) if tile.stages > 0 else tile
+    if tile.stages == 0:
+        return tile if weight.piece >= tile.columns else None
+    return None if weight.piece % tile.columns else fill_memory(tile, weight, processors, shared)
 
 
 def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None:
@@ -140,7 +142,7 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
 def multiply_row(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
 ) -> None:
-    """Multiply one row. The columns of a piece are whole steps of the tile."""
+    """Multiply one row. The columns of a piece are whole steps of the tile, unless words wait in registers."""
     form = weight.block_form
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers, "FORM": form, "GATED": gated}
     grid = (count_parts(weight.outputs, tile.outputs),)
