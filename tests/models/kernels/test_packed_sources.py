@@ -190,6 +190,18 @@ def test_a_row_is_copied_whole_where_a_piece_has_three_times_a_power_of_two_bloc
         assert torch.equal(out, expected), stages
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "AWQ"])
+def test_the_last_words_of_a_piece_may_be_fewer_than_registers_hold(name: str) -> None:
+    """A piece has five blocks of 128 columns."""
+    packed, numbers = pack(LAYOUTS[name], 16, 5120)
+    x = make_x(1, packed.columns)
+    expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+    for columns in (256, 384, 512, 640):
+        out = torch.full((1, 16), float("nan"), dtype=BF16)
+        triton_ahead.multiply_row(x, packed, out, triton_ahead.AheadTile(16, columns, 0, 8, 80), gated=0, pdl=True)
+        assert torch.equal(out, expected), columns
+
+
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
 @pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
