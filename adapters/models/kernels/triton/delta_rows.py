@@ -129,25 +129,36 @@ def _convolve_channels(
     rolls,
     CHANNELS: tl.constexpr,
     ROLLS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Return silu of the causal convolution over 4 inputs of some channels, the oldest first.
 
-    Keep the row's own input if it may be rolled back.
+    Keep the row's own input if it may be rolled back. WAITS: kernels before this one may still run. What earlier steps
+    have left is loaded before they end.
     """
-    acc = tl.zeros(channel.shape, tl.float32)
-    for n in tl.static_range(4):
-        back = 3 - n
-        at = position - back
-        within = row >= back
-        same = (at >= 0) & (tl.load(positions_ptr + row - back, within, -1) == at)
-        same = same & (tl.load(slots_ptr + row - back, within, -1) == slot)
+    come = ()
+    for n in tl.static_range(3):
+        at = position - (3 - n)
+        within = row >= 3 - n
+        same = (at >= 0) & (tl.load(positions_ptr + row - (3 - n), within, -1) == at)
+        same = same & (tl.load(slots_ptr + row - (3 - n), within, -1) == slot)
         ring = inputs_ptr + (slot * RING + tl.maximum(at, 0) % RING) * CHANNELS
         edge = conv_ptr + (slot * 3 + at - base + 3) * CHANNELS
-        source = tl.where(same, mixed_ptr + (row - back) * stride, tl.where(at >= base, ring, edge))
-        x = tl.load(source + channel, known & (at >= 0), 0.0)
+        source = tl.where(at >= base, ring, edge)
+        come = come + ((same, tl.load(source + channel, known & (at >= 0) & ~same, 0.0)),)  # noqa: RUF005
+    if WAITS:
+        gdc_wait()
+    acc = tl.zeros(channel.shape, tl.float32)
+    for n in tl.static_range(3):
+        same, x = come[n]
+        here = mixed_ptr + (row - (3 - n)) * stride
+        x = tl.where(same, tl.load(here + channel, known & same, 0.0), x)
         acc += x.to(tl.float32) * taps[n]
-        if (n == 3) and ROLLS:
-            tl.store(ring + channel, x, known & rolls)
+    x = tl.load(mixed_ptr + row * stride + channel, known, 0.0)
+    acc += x.to(tl.float32) * taps[3]
+    if ROLLS:
+        ring = inputs_ptr + (slot * RING + position % RING) * CHANNELS
+        tl.store(ring + channel, x, known & rolls)
     return acc / (1.0 + tl.exp(-acc))
 
 
@@ -183,6 +194,7 @@ def convolve(
         gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
+    waits: tl.constexpr = PDL and ROWS == 1  # after it has loaded what it can
     first = tl.program_id(0).to(tl.int64) * ROWS
     key_programs: tl.constexpr = (2 * KEY_HEADS + AT_ONCE - 1) // AT_ONCE
     if tl.program_id(1) < key_programs:
@@ -190,7 +202,7 @@ def convolve(
         known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
         channel = head * DK + tl.arange(0, DK)[None, :]
         taps = _load_taps(taps_ptr, channel, known)
-        if PDL:
+        if PDL and ROWS > 1:
             gdc_wait()
         for number in range(ROWS):
             row = first + number
@@ -200,20 +212,22 @@ def convolve(
                 base = tl.load(bases_ptr + row)
                 rolls = tl.load(settled_ptr + row) == 0
                 x = _convolve_channels(
-                    mixed_ptr, taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                    row, slot, position, base, stride, channel, known, rolls, channels, ROLLS,
+                    mixed_ptr, taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr, row, slot, position, base,
+                    stride, channel, known, rolls, channels, ROLLS, waits,
                 )  # fmt: skip
                 x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
                 tl.store(out_ptr + row * channels + channel, x, known)
                 if ROLLS:
                     ring_at = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
                     tl.store(ring_at + channel, x, known & rolls & (head >= KEY_HEADS))
+            elif waits:
+                gdc_wait()
     else:  # names of their own: heads of values may have another size
         value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
         of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
         column = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
         value_taps = _load_taps(taps_ptr, column, of_value)
-        if PDL:
+        if PDL and ROWS > 1:
             gdc_wait()
         for number in range(ROWS):
             row = first + number
@@ -223,13 +237,15 @@ def convolve(
                 base = tl.load(bases_ptr + row)
                 rolls = tl.load(settled_ptr + row) == 0
                 value = _convolve_channels(
-                    mixed_ptr, value_taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                    row, slot, position, base, stride, column, of_value, rolls, channels, ROLLS,
+                    mixed_ptr, value_taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr, row, slot, position, base,
+                    stride, column, of_value, rolls, channels, ROLLS, waits,
                 ).to(dtype)  # fmt: skip
                 tl.store(out_ptr + row * channels + column, value, of_value)
                 if ROLLS:
                     ring_at = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
                     tl.store(ring_at + column, value, of_value & rolls)
+            elif waits:
+                gdc_wait()
 
 
 @triton.jit
