@@ -180,17 +180,19 @@ def _read_row(
     ring = kept_ptr + (slot * RING + base % RING) * width
     fresh = convolved_ptr + row * (width + KEY_HEADS * DK)
     memory = memory_ptr + (slot * HEADS + head) * DK * DV
-    # One thread fetches 128 bytes.
-    if base > 0:
+    if base > 0:  # one thread fetches 128 bytes
         in_state: tl.constexpr = (TILE if APART else DV) // 32
         n = tl.arange(0, DK * in_state)
         _fetch(memory + (own_tile * TILE if APART else 0) + n // in_state * DV + n % in_state * 32)
-    in_row: tl.constexpr = DK // 64
-    n = tl.arange(0, CHUNK * in_row)
-    _fetch(ring + n // in_row * width + key + n % in_row * 64)
-    in_value: tl.constexpr = DV // 64
-    n = tl.arange(0, CHUNK * in_value)
-    _fetch(ring + n // in_value * width + values + n % in_value * 64)
+    tiles: tl.constexpr = 1 if APART else DV // TILE
+    first = own_tile * TILE if APART else 0
+    v = tl.arange(0, TILE)[None, :]
+    kept = (ring + i * width)[:, None]
+    kept_key = tl.load(kept + key + d[None, :], is_old[:, None], 0.0)
+    kept_values = ()
+    for number in tl.static_range(tiles):
+        at = values + first + number * TILE + v
+        kept_values = kept_values + (tl.load(kept + at, is_old[:, None], 0.0),)  # noqa: RUF005 - there is no other way
     kept_gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + base % RING + i
     kept_beta = tl.load(kept_gates, is_old, 0.0)
     kept_rate = tl.load(kept_gates + RING, is_old, 0.0)
@@ -202,8 +204,8 @@ def _read_row(
     tl.store(kept_gates + RING, rate, is_new)
     g = tl.cumsum(rate, 0)
     g_own = tl.sum(tl.where(is_new, g, 0.0), 0)
-    rows = tl.where(is_old, ring + i * width, fresh + KEY_HEADS * DK + i * 0)[:, None]
-    k = _split(tl.load(rows + key + d[None, :], exists[:, None], 0.0), INPUTS)
+    own_rows = fresh + KEY_HEADS * DK
+    k = _split(tl.where(is_new[:, None], tl.load(own_rows + key + d)[None, :], kept_key), INPUTS)
     k_turned = _transpose_parts(k, INPUTS)
     left, right = _factor_rows(k, k_turned, g, beta, old + 1, INPUTS, PARTS)
     t_parts = _split(_hide_origin(_unite(left, right)), PARTS)
@@ -216,15 +218,15 @@ def _read_row(
     grown = tl.exp(g)
     own = tl.exp(g_own) * scale
     is_first = tl.arange(0, BLOCK)[:, None] == 0
-    for number in tl.static_range(1 if APART else DV // TILE):
-        v = (own_tile if APART else number) * TILE + tl.arange(0, TILE)[None, :]
-        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
-        value = tl.load(rows + values + v, exists[:, None], 0.0)
+    for number in tl.static_range(tiles):
+        at = first + number * TILE + v
+        state = tl.load(memory + d[:, None] * DV + at, (d < DK)[:, None] & (base > 0), 0.0)
+        value = tl.where(is_new[:, None], tl.load(own_rows + values + at), kept_values[number])
         states = _split(state, PARTS, True)  # or it would be done for each of two products
         known = _product(k, states, tl.zeros((CHUNK, TILE), tl.float32), INPUTS, PARTS, PARTS)
         u = _split(beta[:, None] * (value.to(tl.float32) - grown[:, None] * known), PARTS)
         none = tl.zeros((BLOCK, TILE), tl.float32)
         read = _product(q, states, none, INPUTS, PARTS, PARTS) * own
         read = _product(mix, u, read, PARTS, PARTS, PARTS)
-        to = out_ptr + (row * HEADS + head) * DV + v
+        to = out_ptr + (row * HEADS + head) * DV + at
         tl.store(tl.broadcast_to(to, (BLOCK, TILE)), read, is_first)
