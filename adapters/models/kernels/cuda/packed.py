@@ -163,7 +163,7 @@ class CudaPacking:
         """
         share = 2 if weight.gated else 1
         out = x.new_empty(len(x), sum(weight.widths) // share)
-        places = zip(weight.parts, out.split([width // share for width in weight.widths], 1), strict=True)
+        places = zip(weight.parts, torch.split(out, [width // share for width in weight.widths], 1), strict=True)
         for part, columns in sorted(places, key=lambda place: isinstance(place[0], CudaPackedMatrix)):
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=0)
