@@ -31,7 +31,8 @@ _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
-_BARRIERS = 1 << 10  # bytes of barriers, and of scales on their way between lanes, at most
+_BARRIERS = 1 << 10  # bytes of barriers, at most
+_SCALES = 16  # bytes of the scales of the four words of a row of a block
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
@@ -133,8 +134,12 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     columns = weight.pieces * tile.columns
     words = 4 * columns // weight.block_form.block * 128
     levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
+    whole = 2 * weight.columns  # what memory holds besides stages: the row, and scales of all words
+    if weight.block_form.has_scale_of_word:
+        levels = 0
+        whole += tile.outputs * (weight.columns // 128) * _SCALES
     stage = tile.outputs // 8 * (words + levels)
-    stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - 2 * weight.columns) // stage
+    stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - whole) // stage
     steps = weight.piece // tile.columns
     return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
 
@@ -149,7 +154,8 @@ def multiply_row(
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
         described = _describe_weight(weight, tile)
-        launch(hopper_packed_row.packed_row, grid, *described, x, out, weight.outputs, **sizes, **options)
+        given = (*described, weight.levels, x, out, weight.outputs)
+        launch(hopper_packed_row.packed_row, grid, *given, **sizes, **options)
         return
     sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}

@@ -19,15 +19,12 @@ from adapters.models.kernels.triton.hopper.hopper_packed import (
     lines_of_levels,
     lines_of_words,
     request_weights,
+    request_words,
     take_weights,
+    take_weights_with,
 )
+from adapters.models.kernels.triton.hopper.hopper_row_scales import find_largest_power, lines_of_scales, make_scales
 from adapters.models.kernels.triton.packed import add_pieces, restore, store_narrow
-
-
-@gluon.constexpr_function
-def find_largest_power(number):
-    """Return the largest power of two that divides a number."""
-    return number & -number
 
 
 @gluon.jit
@@ -65,6 +62,7 @@ def _fetch_row(
 def packed_row(
     words_desc,
     levels_desc,
+    levels_ptr,
     x_ptr,
     out_ptr,
     columns,
@@ -79,32 +77,42 @@ def packed_row(
     """Compute out[columns] = x @ w.T for one row. STEPS: of a piece. COLUMNS: of every piece in a step. STAGES: steps
     whose words memory holds.
 
-    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has.
+    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. Where a form
+    `has_scale_of_word`, scales are made of levels_ptr before the row comes, and no levels come with words.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
     PIECES: gl.constexpr = words_desc.block_type.shape[1]
     BLOCKS: gl.constexpr = words_desc.block_type.shape[2] // 4
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 8
+    MADE: gl.constexpr = FORM.has_scale_of_word
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     WORDS: gl.constexpr = lines_of_words(PIECES, num_warps, BLOCK_N, BLOCKS)
     RECORDS: gl.constexpr = levels_desc.block_type.shape[2]
     LEVELS: gl.constexpr = lines_of_levels(PIECES, num_warps, BLOCK_N, RECORDS, levels_desc.block_type.shape[3])
+    SCALES: gl.constexpr = lines_of_scales(PIECES, num_warps, BLOCK_N, BLOCKS)
     n0 = gl.program_id(0) * BLOCK_N
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
-    l_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
+    if not MADE:
+        l_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
     come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(STAGES):
         mbarrier.init(come.index(at), count=1)
     program_barrier()
-    descriptors = (words_desc, levels_desc)
-    rings = (w_ring, l_ring)
     for at in gl.static_range(STAGES):
-        request_weights(descriptors, rings, come, at, n0 // 8, at, True)
+        if MADE:
+            request_words(words_desc, w_ring, come, at, n0 // 8, at, True)
+        else:
+            request_weights((words_desc, levels_desc), (w_ring, l_ring), come, at, n0 // 8, at, True)
     if PDL:
         gdc_launch_dependents()
+    if MADE:
+        made = make_scales(levels_ptr, n0, columns, STEPS * BLOCKS, PIECES, BLOCK_N, FORM, num_warps)
+        LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        scales = made._reinterpret(gl.int32, [STEPS, BLOCKS, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
+    if PDL:
         gdc_wait()
     row = _fetch_row(x_ptr, STEPS, PIECES, COLUMNS, num_warps)
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
@@ -113,16 +121,22 @@ def packed_row(
     for step in range(STEPS):
         mbarrier.wait(come.index(slot), turn)
         lines = w_ring.index(slot).load(WORDS)
-        levels = l_ring.index(slot).load(LEVELS)
+        if not MADE:
+            levels = l_ring.index(slot).load(LEVELS)
         if step + STAGES < STEPS:
             program_barrier()  # all warps have this step in registers: its memory is free
-            request_weights(descriptors, rings, come, slot, n0 // 8, step + STAGES, True)
+            if MADE:
+                request_words(words_desc, w_ring, come, slot, n0 // 8, step + STAGES, True)
+            else:
+                descriptors = (words_desc, levels_desc)
+                request_weights(descriptors, (w_ring, l_ring), come, slot, n0 // 8, step + STAGES, True)
         columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
         right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
-        w = gl.convert_layout(
-            take_weights(lines, levels, n0, dtype, FORM, FORM.has_scale_of_word), LEFT, assert_trivial=True
-        )
-        acc = mma_v2(w, right, acc)
+        if MADE:
+            w = take_weights_with(lines, scales.index(step).load(SCALES), dtype, FORM)
+        else:
+            w = take_weights(lines, levels, n0, dtype, FORM)
+        acc = mma_v2(gl.convert_layout(w, LEFT, assert_trivial=True), right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
