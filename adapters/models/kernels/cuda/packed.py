@@ -108,10 +108,12 @@ def find_only_part(weight: Any) -> CudaPackedMatrix | None:
 
 class Multiply(Protocol):
     """A product with a weight `[N, K]` that is not packed. gated: see `CudaWeight`. piece: columns of which the sum is
-    one chain; 0: all.
+    one chain; 0: all. is_beside: see `CudaProducts.multiply`.
     """
 
-    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0) -> None: ...
+    def __call__(
+        self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0, is_beside: bool = False
+    ) -> None: ...
 
 
 @define(eq=False)
@@ -158,25 +160,37 @@ class CudaPacking:
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
-        """Return the product. Parts that are not packed come first. They are small, and few programs compute them, so
-        that meanwhile programs of the next part fill their memory with packed words.
-        """
+        """Return the product. Parts that are not packed are small and come last, if possible beside the one before."""
         share = 2 if weight.gated else 1
         out = x.new_empty(len(x), sum(weight.widths) // share)
         places = zip(weight.parts, torch.split(out, [width // share for width in weight.widths], 1), strict=True)
-        for part, columns in sorted(places, key=lambda place: isinstance(place[0], CudaPackedMatrix)):
-            if not isinstance(part, CudaPackedMatrix):
-                plain(x, part.weight, columns, gated=0)
-            elif self.hopper and (tile := packed_ahead.choose_row_tile(x, part, self.processors, self.shared)):
-                packed_ahead.multiply_row(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
-            elif self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
-                packed_ahead.multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
-            elif len(x) <= NARROW_PACKED:
-                narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
-                multiply_narrow(x, part, columns, narrow, gated=weight.gated, pdl=self.pdl)
+        plain_last = sorted(places, key=lambda place: not isinstance(place[0], CudaPackedMatrix))
+        is_beside = False
+        for part, columns in plain_last:
+            if isinstance(part, CudaPackedMatrix):
+                more = not isinstance(plain_last[-1][0], CudaPackedMatrix)
+                is_beside = self._multiply_part(x, part, columns, plain, gated=weight.gated, is_late=more)
             else:
-                self._multiply_wide(x, part, columns, plain, gated=weight.gated)
+                plain(x, part.weight, columns, gated=0, is_beside=is_beside)
         return out
+
+    def _multiply_part(
+        self, x: Tensor, part: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int, is_late: bool
+    ) -> bool:
+        """Return whether the next kernel may run beside this one, which is_late asks for."""
+        tile = packed_ahead.choose_row_tile(x, part, self.processors, self.shared) if self.hopper else None
+        if tile is not None:
+            is_late = is_late and tile.stages > 0
+            packed_ahead.multiply_row(x, part, out, tile, gated=gated, pdl=self.pdl, is_late=is_late)
+            return is_late
+        if self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
+            packed_ahead.multiply_ahead(x, part, out, gated=gated, pdl=self.pdl)
+        elif len(x) <= NARROW_PACKED:
+            narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
+            multiply_narrow(x, part, out, narrow, gated=gated, pdl=self.pdl)
+        else:
+            self._multiply_wide(x, part, out, plain, gated=gated)
+        return False
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
         if self.hopper and packed_ahead.is_unpacked_in_registers(len(x), weight, x.dtype):

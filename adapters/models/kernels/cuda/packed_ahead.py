@@ -145,9 +145,19 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
 
 
 def multiply_row(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
+    x: Tensor,
+    weight: CudaPackedMatrix,
+    out: Tensor,
+    tile: AheadTile,
+    *,
+    gated: int,
+    pdl: bool | None,
+    is_late: bool = False,
 ) -> None:
-    """Multiply one row. The columns of a piece are whole steps of the tile, unless words wait in registers."""
+    """Multiply one row. The columns of a piece are whole steps of the tile, unless words wait in registers.
+
+    is_late: the next kernel may run beside this one. There must be stages.
+    """
     form = weight.block_form
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers, "FORM": form, "GATED": gated}
     grid = (count_parts(weight.outputs, tile.outputs),)
@@ -155,7 +165,7 @@ def multiply_row(
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
         described = _describe_weight(weight, tile)
         given = (*described, weight.levels, x, out, weight.outputs)
-        launch(hopper_packed_row.packed_row, grid, *given, **sizes, **options)
+        launch(hopper_packed_row.packed_row, grid, *given, LATE=is_late, **sizes, **options)
         return
     sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}

@@ -71,11 +71,13 @@ def packed_row(
     STAGES: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
+    LATE: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Compute out[columns] = x @ w.T for one row. STEPS: of a piece. COLUMNS: of every piece in a step. STAGES: steps
-    whose words memory holds.
+    whose words memory holds. LATE: the next kernel may start only when all programs have waited for those before, so
+    that it may run beside this one; see `hopper_products.linear_ahead`.
 
     words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. Where a form
     `has_scale_of_word`, scales are made of levels_ptr before the row comes, and no levels come with words.
@@ -106,7 +108,7 @@ def packed_row(
             request_words(words_desc, w_ring, come, at, n0 // 8, at, True)
         else:
             request_weights((words_desc, levels_desc), (w_ring, l_ring), come, at, n0 // 8, at, True)
-    if PDL:
+    if PDL and not LATE:
         gdc_launch_dependents()
     if MADE:
         made = make_scales(levels_ptr, n0, columns, STEPS * BLOCKS, PIECES, BLOCK_N, FORM, num_warps)
@@ -114,6 +116,8 @@ def packed_row(
         scales = made._reinterpret(gl.int32, [STEPS, BLOCKS, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
     if PDL:
         gdc_wait()
+        if LATE:
+            gdc_launch_dependents()
     row = _fetch_row(x_ptr, STEPS, PIECES, COLUMNS, num_warps)
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
     slot = 0
