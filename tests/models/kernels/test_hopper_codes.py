@@ -97,7 +97,7 @@ def test_coded_rows_are_attended_tile_after_tile(codes, case):
     launch(
         codes.attend_coded_chain, (len(tiles) * parts,), seed, Pointer(q), *words, Pointer(tiles), Pointer(out),
         Pointer(table), capacity, len(tiles), scale, None, HEADS=group, KV=1, GROUP=group, PARTS=parts, SPLIT=SPLIT,
-        CONSUMERS=consumers, K_STAGES=2, V_STAGES=2, REGISTERS=208, PIECES=2, KINDS=kinds,
+        CONSUMERS=consumers, K_STAGES=2, V_STAGES=2, REGISTERS=208, KINDS=kinds,
         APART=layout.width * layout.dtype.itemsize // 4, TILE=(TILE, head), NUMBERS=None, WORDS=None, PDL=True,
         PAGE=page if pages else 0, WINDOW=window, SINKS=False, num_warps=4 if consumers == 2 else 8,
     )  # fmt: skip

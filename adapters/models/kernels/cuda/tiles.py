@@ -29,11 +29,11 @@ CHAIN_AHEAD = {
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
 # The same where rows are codes. Warps that unpack have the registers that consumers leave, of
-# 256 for each thread of a group of either, and unpack a tile in so many pieces.
+# 256 for each thread of a group of either.
 CODED_AHEAD = {
-    64: {"CONSUMERS": 2, "REGISTERS": 208, "K_STAGES": 4, "V_STAGES": 4, "PIECES": 2},
-    128: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4, "PIECES": 4},
-    256: {"CONSUMERS": 1, "REGISTERS": 216, "K_STAGES": 2, "V_STAGES": 2, "PIECES": 4},
+    64: {"CONSUMERS": 2, "REGISTERS": 208, "K_STAGES": 4, "V_STAGES": 4},
+    128: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 216, "K_STAGES": 2, "V_STAGES": 2},
 }
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
 # heads of 256 take all of it, and have eight warps. Those of heads of 512 have half of a value's columns.

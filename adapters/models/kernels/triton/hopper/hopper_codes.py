@@ -3,7 +3,7 @@
 Bulk copies cannot turn codes into numbers. So eight warps take the place of the one that asks for copies: four unpack
 keys, and four unpack values. Codes are copied to shared memory, two tiles ahead, by copies that need no registers.
 Warps read them there, turn them into bfloat16, which holds every code exactly, and write these to the ring that
-consumers read. They do so for a piece of a tile at a time, because consumers leave few registers. A code's scale comes
+consumers read. They do so for half of a tile at a time, because consumers leave few registers. A code's scale comes
 along: consumers multiply scores and weights with it, as `attention` does, because there are fewer of them than codes.
 
 The scale of a row that a program does not see is zero. Its codes may be anything, because every code is a finite
@@ -26,6 +26,7 @@ from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
 
 WARPS = gl.constexpr(4)  # that unpack keys, and as many that unpack values
 COPIES = gl.constexpr(2)  # tiles of codes in shared memory or on their way there
+PIECES = gl.constexpr(2)  # of a tile, which are unpacked one after the other
 
 
 @gluon.jit
@@ -49,11 +50,8 @@ def _ask_for_tile(words_ptr, row, low, high, codes, scales, APART: gl.constexpr)
 
 
 @gluon.jit
-def _put_tile(codes, scales, ring, ring_scales, KIND: gl.constexpr, PIECES: gl.constexpr):
-    """Write a tile's numbers and scales to where consumers read them, one of PIECES after the other.
-
-    ring: two bfloat16 are one number of it.
-    """
+def _put_tile(codes, scales, ring, ring_scales, KIND: gl.constexpr):
+    """Write a tile's numbers and scales to where consumers read them. ring: two bfloat16 are one number of it."""
     WORDS: gl.constexpr = codes.shape[1]
     ROWS: gl.constexpr = codes.shape[0] // PIECES
     READ: gl.constexpr = gl.BlockedLayout([1, 2], [64 // WORDS, WORDS // 2], [WARPS, 1], [1, 0])
@@ -90,7 +88,6 @@ def _unpack_ring(
     rows,
     STAGES: gl.constexpr,
     KIND: gl.constexpr,
-    PIECES: gl.constexpr,
     KV: gl.constexpr,
     PAGE: gl.constexpr,
     APART: gl.constexpr,
@@ -109,7 +106,7 @@ def _unpack_ring(
         copy = number % COPIES
         mbarrier.wait(free.index(at), (number // STAGES & 1) ^ 1)
         async_copy.wait_group(COPIES - 1)
-        _put_tile(codes.index(copy), scales.index(copy), ring.index(at), ring_scales.index(at), KIND, PIECES)
+        _put_tile(codes.index(copy), scales.index(copy), ring.index(at), ring_scales.index(at), KIND)
         mbarrier.arrive(come.index(at), count=1)
         _ask_for_rows(number + COPIES, words_ptr, codes, scales, rows, KV, PAGE, APART)
     async_copy.wait_group(0)
@@ -136,7 +133,6 @@ def attend_coded_chain(
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr,
     KINDS: gl.constexpr,
     APART: gl.constexpr,
     TILE: gl.constexpr,
@@ -150,9 +146,9 @@ def attend_coded_chain(
 ):
     """Do the same as `hopper_chain.attend_chain_ahead` over rows of codes.
 
-    k_words, v_words: keys and values as int32, APART from a row to the next. KINDS: what their codes are. PIECES: in
-    which a tile is unpacked. TILE: keys of a tile, and numbers of a head. NUMBERS, WORDS: layouts of a tile in shared
-    memory as bfloat16 and as int32, which agree about every byte.
+    k_words, v_words: keys and values as int32, APART from a row to the next. KINDS: what their codes are. TILE:
+    keys of a tile, and numbers of a head. NUMBERS, WORDS: layouts of a tile in shared memory as bfloat16 and as int32,
+    which agree about every byte.
     """
     BLOCK_N: gl.constexpr = TILE[0]
     HEAD: gl.constexpr = TILE[1]
@@ -226,14 +222,14 @@ def attend_coded_chain(
                     _unpack_ring,
                     (
                         k_words, k_halves, scales[0], bars[0], bars[1], k_codes, k_scales,
-                        (pages, base, kv_head, low, tiles, lowest, last), K_STAGES, K_KIND, PIECES, KV, PAGE, APART,
+                        (pages, base, kv_head, low, tiles, lowest, last), K_STAGES, K_KIND, KV, PAGE, APART,
                     ),
                 ),
                 (
                     _unpack_ring,
                     (
                         v_words, v_halves, scales[1], bars[2], bars[3], v_codes, v_scales,
-                        (pages, base, kv_head, low, tiles, lowest, last), V_STAGES, V_KIND, PIECES, KV, PAGE, APART,
+                        (pages, base, kv_head, low, tiles, lowest, last), V_STAGES, V_KIND, KV, PAGE, APART,
                     ),
                 ),
             ],
@@ -254,14 +250,14 @@ def attend_coded_chain(
                     _unpack_ring,
                     (
                         k_words, k_halves, scales[0], bars[0], bars[1], k_codes, k_scales,
-                        (pages, base, kv_head, low, tiles, lowest, last), K_STAGES, K_KIND, PIECES, KV, PAGE, APART,
+                        (pages, base, kv_head, low, tiles, lowest, last), K_STAGES, K_KIND, KV, PAGE, APART,
                     ),
                 ),
                 (
                     _unpack_ring,
                     (
                         v_words, v_halves, scales[1], bars[2], bars[3], v_codes, v_scales,
-                        (pages, base, kv_head, low, tiles, lowest, last), V_STAGES, V_KIND, PIECES, KV, PAGE, APART,
+                        (pages, base, kv_head, low, tiles, lowest, last), V_STAGES, V_KIND, KV, PAGE, APART,
                     ),
                 ),
             ],
