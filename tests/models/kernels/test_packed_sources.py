@@ -207,10 +207,11 @@ def test_the_last_words_of_a_piece_may_be_fewer_than_registers_hold(name: str) -
     packed, numbers = pack(LAYOUTS[name], 16, 5120)
     x = make_x(1, packed.columns)
     expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-    for columns in (256, 384, 512, 640):
+    for columns, stages in ((256, 0), (384, 0), (512, 0), (640, 0), (128, 2), (128, 5)):
         out = torch.full((1, 16), float("nan"), dtype=BF16)
-        triton_ahead.multiply_row(x, packed, out, triton_ahead.AheadTile(16, columns, 0, 8, 80), gated=0, pdl=True)
-        assert torch.equal(out, expected), columns
+        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80)
+        triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True, is_late=stages > 2)
+        assert torch.equal(out, expected), (columns, stages)
 
 
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
