@@ -183,9 +183,9 @@ def multiply_row(
     grid = (count_parts(weight.outputs, tile.outputs),)
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        whole = (weight.levels, x, out, weight.outputs)
         described = _describe_weight(weight, tile)
-        given = (*described, weight.levels, x, out, weight.outputs)
-        launch(hopper_packed_row.packed_row, grid, *given, LATE=is_late, **sizes, **options)
+        launch(hopper_packed_row.packed_row, grid, *described, *whole, LATE=is_late, **sizes, **options)
         return
     sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
