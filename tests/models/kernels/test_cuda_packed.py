@@ -156,12 +156,8 @@ def test_parts_that_are_packed_otherwise_or_not_at_all_stand_one_below_the_other
     parts = (*parts, plain, random_matrix((24, 512), SHORT, "v"), random_matrix((30, 512), Q6_K, "g"))
     stack, x = stack_of(*parts), inputs(300, 512)
     weight = kernels.pack(stack)
-    assert [type(part).__name__ for part in weight.parts] == [
-        "CudaPackedMatrix",
-        "CudaWeight",
-        "CudaWeight",
-        "CudaPackedMatrix",
-    ]
+    assert [type(part).__name__ for part in weight.parts] == ["CudaPackedMatrix", "CudaWeight", "CudaPackedMatrix"]
+    assert weight.widths == (88, 64, 30)
     expected = kernels.linear(x, weight)
     close = kernels.linear(x, kernels.pack(stack.unpack()))
     torch.testing.assert_close(expected, close, rtol=0.02, atol=0.02)

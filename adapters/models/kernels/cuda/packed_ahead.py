@@ -31,7 +31,8 @@ _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
-_BARRIERS = 1 << 10  # bytes of barriers, and of scales on their way between lanes, at most
+_BARRIERS = 1 << 10  # bytes of barriers, at most
+_SCALES = 16  # bytes of the scales of the four words of a row of a block
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
@@ -86,6 +87,8 @@ ROW_PIECES = AheadTile(16, 128, 2, 8, 80)
 LONG_PIECES = {"int8": AheadTile(16, 256, 2, 8, 168)}
 MANY_PIECES = {"e4m3": AheadTile(16, 256, 2, 8, 80)}  # of weights for which a processor has three programs at a time
 _LONG = 1024  # columns of a long piece
+_SHORT = 512  # columns of a short piece
+_ROUNDS = {"uint4": 2}  # of programs with a chain for each of several rows, at most
 
 
 def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
@@ -98,28 +101,51 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
     if len(x) != 1 or x.dtype != torch.bfloat16 or layout.steps not in ROW_CHAINS or not is_quicker:
         return None
     tile = _choose_chain(weight, processors) if weight.pieces == 1 else _choose_pieces(weight, processors)
-    if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
+    if tile is None or weight.columns != weight.pieces * weight.piece:
         return None
-    return fill_memory(tile, weight, processors, shared) if tile.stages > 0 else tile
+    if tile.stages == 0:
+        programs = 2 if tile.registers > ROW_PIECES.registers else _MOST_PROGRAMS
+        fits = programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
+        return tile if fits and weight.piece >= tile.columns else None
+    if weight.piece % tile.columns:
+        return None
+    found = fill_memory(tile, weight, processors, shared)
+    if found is None and weight.block_form.has_scale_of_word:
+        found = fill_memory(evolve(tile, columns=tile.columns // 2), weight, processors, shared)
+    return found
+
+
+def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
+    """Return the bytes of what a program of one row has whole in shared memory: the row, and scales that are made
+    before it comes.
+    """
+    made = tile.outputs * (weight.columns // 128) * _SCALES if weight.block_form.has_scale_of_word else 0
+    return 2 * weight.columns + made
 
 
 def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None:
-    """None: there are several rounds of programs, which keep memory busy by themselves."""
-    tile = ROW_CHAINS[weight.layout.steps]
-    return tile if count_parts(weight.outputs, tile.outputs) <= _MOST_PROGRAMS * processors else None
+    """None: there are more rounds of programs, which keep memory busy by themselves."""
+    steps = weight.layout.steps
+    tile = ROW_CHAINS[steps]
+    programs = count_parts(weight.outputs, tile.outputs)
+    return tile if programs <= _ROUNDS.get(steps, 1) * _MOST_PROGRAMS * processors else None
 
 
 def _choose_pieces(weight: CudaPackedMatrix, processors: int) -> AheadTile:
-    """Words of four bits wait in registers. With 80 of them, three programs run at a time instead of two."""
+    """Words of four bits wait in registers. With 80 of them, three programs run at a time instead of two. Of pieces of
+    few blocks, memory has room for all words of a program.
+    """
     steps = weight.layout.steps
     rows = ROW_PIECES.outputs
     is_many = count_parts(weight.outputs, rows) > 2 * processors
     if steps != "uint4":
         found = LONG_PIECES if weight.piece >= _LONG else MANY_PIECES if is_many else {}
         return found.get(steps, ROW_PIECES)
-    if is_many:
+    if not is_many:
+        return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128)
+    if weight.piece <= _SHORT:
         return AheadTile(rows, 256, 0, 8, 80)
-    return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128)
+    return ROW_PIECES if weight.piece < _LONG else AheadTile(rows, 128, 0, 8, 80)
 
 
 def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
@@ -131,23 +157,35 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     columns = weight.pieces * tile.columns
     words = 4 * columns // weight.block_form.block * 128
     levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
-    stage = tile.outputs // 8 * (words + levels)
-    stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - 2 * weight.columns) // stage
+    stage = tile.outputs // 8 * (words if weight.block_form.has_scale_of_word else words + levels)
+    room = (shared + _RESERVED) // programs - _RESERVED - _BARRIERS - count_whole_bytes(tile, weight)
+    stages = room // stage
     steps = weight.piece // tile.columns
     return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
 
 
 def multiply_row(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
+    x: Tensor,
+    weight: CudaPackedMatrix,
+    out: Tensor,
+    tile: AheadTile,
+    *,
+    gated: int,
+    pdl: bool | None,
+    is_late: bool = False,
 ) -> None:
-    """Multiply one row. The columns of a piece are whole steps of the tile."""
+    """Multiply one row. The columns of a piece are whole steps of the tile, unless words wait in registers.
+
+    is_late: the next kernel may run beside this one. There must be stages.
+    """
     form = weight.block_form
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers, "FORM": form, "GATED": gated}
     grid = (count_parts(weight.outputs, tile.outputs),)
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        whole = (weight.levels, x, out, weight.outputs)
         described = _describe_weight(weight, tile)
-        launch(hopper_packed_row.packed_row, grid, *described, x, out, weight.outputs, **sizes, **options)
+        launch(hopper_packed_row.packed_row, grid, *described, *whole, LATE=is_late, **sizes, **options)
         return
     sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
