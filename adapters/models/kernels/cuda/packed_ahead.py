@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
-_WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
+_WIDE_BYTES = 192 << 10  # of shared memory for rows of x and unpacked weights in products of many rows
+_STEP = 64  # columns of a step there
+_ROUND = 128  # columns that are unpacked at a time
+_ROUNDS = 2  # whose words memory holds
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
@@ -68,7 +71,7 @@ def choose_ahead_tile(weight: CudaPackedMatrix) -> AheadTile:
 
 def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
     tile = choose_ahead_tile(weight)
-    descriptors = (*_describe_weight(weight, tile), _describe_rows(x, weight.pieces, tile.columns))
+    descriptors = (*_describe_weight(weight, tile, weight.pieces), _describe_rows(x, weight.pieces, tile.columns))
     steps = count_parts(weight.blocks // weight.pieces, tile.columns // weight.block_form.block)
     sizes = (len(x), weight.outputs, steps, out.stride(0))
     constants = {"W_STAGES": tile.stages, "X_STAGES": tile.stages, "FORM": weight.block_form, "GATED": gated}
@@ -151,7 +154,7 @@ def multiply_row(
     grid = (count_parts(weight.outputs, tile.outputs),)
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
-        described = _describe_weight(weight, tile)
+        described = _describe_weight(weight, tile, weight.pieces)
         given = (*described, weight.levels, x, out, weight.outputs)
         launch(hopper_packed_row.packed_row, grid, *given, **sizes, **options)
         return
@@ -183,26 +186,30 @@ def choose_wide_rows(count: int, weight: CudaPackedMatrix, processors: int) -> i
 def multiply_wide_ahead(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
 ) -> None:
-    """Multiply many rows with a weight that is unpacked in registers. processors: of the device."""
+    """Multiply many rows with a weight that some warps unpack to shared memory. processors: of the device."""
     form = weight.block_form
     rows = choose_wide_rows(len(x), weight, processors)
     grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
-    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
+    rounds = count_parts(weight.blocks * form.block, _ROUND)
+    sizes = (len(x), weight.outputs, rounds, weight.piece // _STEP, out.stride(0))
     constants = {
-        "STAGES": _WIDE_BYTES // (rows * form.block * x.element_size()),
+        "W_LAYOUT": shared_layout((_WIDE_OUTPUTS, _STEP), x.dtype),
+        "STAGES": _WIDE_BYTES // ((rows + _WIDE_OUTPUTS) * _STEP * x.element_size()),
+        "AHEAD": _ROUNDS,
         "GROUP": 8,
         "FORM": form,
         "GATED": gated,
         "IN_PIECES": weight.pieces > 1,
     }
-    descriptor = describe_blocks(x, rows, form.block)
-    options = launch_options(4, pdl)
-    launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
+    tile = AheadTile(_WIDE_OUTPUTS, _ROUND, _ROUNDS, 4, 168)
+    descriptors = (*_describe_weight(weight, tile, 1), describe_blocks(x, rows, _STEP))
+    launch(hopper_packed_wide.packed_wide, grid, *descriptors, out, *sizes, **constants, **launch_options(4, pdl))
 
 
-def _describe_weight(weight: CudaPackedMatrix, tile: AheadTile) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _describe_weight(
+    weight: CudaPackedMatrix, tile: AheadTile, pieces: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return descriptors by which bulk copies bring words and levels of some columns of every piece."""
-    pieces = weight.pieces
     planes = weight.levels.shape[2]
     height = tile.outputs // 8
     lines = 4 * tile.columns // weight.block_form.block
