@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.triton.hopper import (
     hopper_packed,
     hopper_packed_row,
+    hopper_packed_shared,
     hopper_packed_wide,
     hopper_row_registers,
 )
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
 
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
-_WIDE_BYTES = 192 << 10  # of shared memory for rows of x and unpacked weights in products of many rows
-_STEP = 64  # columns of a step there
+_WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
+_SHARED_BYTES = 192 << 10  # the same for rows of x and unpacked weights
+_STEP = 64  # columns of a step of these
 _ROUND = 128  # columns that are unpacked at a time
-_ROUNDS = 2  # whose words memory holds
+_PACKED_BYTES = 20 << 10  # of shared memory for their words and levels
+# The fewest rows for which it is quicker to unpack to shared memory, of a chain and of pieces; 0: it never is.
+_SHARED_ROWS = {"uint4": (512, 2048)}
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
@@ -164,9 +169,24 @@ def multiply_row(
     launch(hopper_row_registers.packed_row_registers, grid, *weight.tensors, *given, **sizes, **options)
 
 
+def multiply_wide(
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
+) -> bool:
+    """Multiply many rows, more than `NARROW_PACKED`, if that is quicker than to unpack the weight to memory first.
+    Return whether it is. processors: of the device.
+    """
+    if is_unpacked_to_shared(len(x), weight, x.dtype):
+        multiply_wide_shared(x, weight, out, gated=gated, pdl=pdl)
+    elif is_unpacked_in_registers(len(x), weight, x.dtype):
+        multiply_wide_ahead(x, weight, out, processors, gated=gated, pdl=pdl)
+    else:
+        return False
+    return True
+
+
 def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
-    """Return whether products of so many rows, more than `NARROW_PACKED`, are quicker with a weight that is unpacked in
-    registers than with one that has been unpacked to memory. Only formats that were measured are.
+    """Return whether products of so many rows are quicker with a weight that is unpacked in registers than with one
+    that has been unpacked to memory. Only formats that were measured are.
     """
     chain, pieces = _WIDE_ROWS.get(weight.layout.steps, (0, 0))
     if weight.pieces == 1:
@@ -186,24 +206,51 @@ def choose_wide_rows(count: int, weight: CudaPackedMatrix, processors: int) -> i
 def multiply_wide_ahead(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
 ) -> None:
-    """Multiply many rows with a weight that some warps unpack to shared memory. processors: of the device."""
+    """Multiply many rows with a weight that is unpacked in registers. processors: of the device."""
     form = weight.block_form
     rows = choose_wide_rows(len(x), weight, processors)
     grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
-    rounds = count_parts(weight.blocks * form.block, _ROUND)
-    sizes = (len(x), weight.outputs, rounds, weight.piece // _STEP, out.stride(0))
+    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
     constants = {
-        "W_LAYOUT": shared_layout((_WIDE_OUTPUTS, _STEP), x.dtype),
-        "STAGES": _WIDE_BYTES // ((rows + _WIDE_OUTPUTS) * _STEP * x.element_size()),
-        "AHEAD": _ROUNDS,
+        "STAGES": _WIDE_BYTES // (rows * form.block * x.element_size()),
         "GROUP": 8,
         "FORM": form,
         "GATED": gated,
         "IN_PIECES": weight.pieces > 1,
     }
-    tile = AheadTile(_WIDE_OUTPUTS, _ROUND, _ROUNDS, 4, 168)
-    descriptors = (*_describe_weight(weight, tile, 1), describe_blocks(x, rows, _STEP))
-    launch(hopper_packed_wide.packed_wide, grid, *descriptors, out, *sizes, **constants, **launch_options(4, pdl))
+    descriptor = describe_blocks(x, rows, form.block)
+    options = launch_options(4, pdl)
+    launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
+
+
+def is_unpacked_to_shared(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
+    """Return whether products of so many rows are quicker if some warps of each program unpack its weights to shared
+    memory. Only formats that were measured are.
+    """
+    least = _SHARED_ROWS.get(weight.layout.steps, (0, 0))[weight.pieces > 1]
+    return dtype == torch.bfloat16 and 0 < least <= count
+
+
+def multiply_wide_shared(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
+    """Multiply many rows with a weight that some warps unpack to shared memory."""
+    form = weight.block_form
+    rows = 256 if weight.pieces == 1 else 128
+    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
+    rounds = count_parts(weight.blocks * form.block, _ROUND)
+    sizes = (len(x), weight.outputs, rounds, weight.piece // _STEP, out.stride(0))
+    tile = AheadTile(_WIDE_OUTPUTS, _ROUND, 0, 4, 168)
+    words, levels = _describe_weight(weight, tile, 1)
+    constants = {
+        "W_LAYOUT": shared_layout((_WIDE_OUTPUTS, _STEP), x.dtype),
+        "STAGES": _SHARED_BYTES // ((rows + _WIDE_OUTPUTS) * _STEP * x.element_size()),
+        "AHEAD": _PACKED_BYTES // (4 * (math.prod(words.block_shape) + math.prod(levels.block_shape))),
+        "GROUP": 8,
+        "FORM": form,
+        "GATED": gated,
+        "IN_PIECES": weight.pieces > 1,
+    }
+    given = (words, levels, describe_blocks(x, rows, _STEP), out, *sizes)
+    launch(hopper_packed_shared.packed_shared, grid, *given, **constants, **launch_options(4, pdl))
 
 
 def _describe_weight(

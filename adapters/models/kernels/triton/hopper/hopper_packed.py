@@ -174,7 +174,7 @@ def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, SH
 
 @gluon.jit
 def take_weights_with(lines, scales, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return what `take_weights` does, of scales `[blocks, pieces, rows, 4]` as `hopper_row_scales` makes them."""
+    """Return what `take_weights` does, of scales `[blocks, pieces, rows, 4]` as `hopper_packed_row` makes them."""
     words = _take_words(lines)
     OWN: gl.constexpr = gl.SliceLayout(3, words.type.layout)
     both = gl.convert_layout(scales.permute((1, 2, 0, 3)), OWN, assert_trivial=True)

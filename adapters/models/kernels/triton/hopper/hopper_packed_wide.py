@@ -1,154 +1,148 @@
-"""Products of many rows with packed weights on Hopper (compute capability 9.0), unpacked to shared memory.
+"""Products of many rows with packed weights on Hopper (compute capability 9.0), unpacked in registers.
 
 The sums are those of `hopper_pieces` and `linear` with unpacked weights: the same pieces of the same numbers, each one
-chain over ascending k in steps of 16. A weight is the tall operand, and each of two consumers multiplies 64 of its
-rows. Four more warps unpack its words to a ring in shared memory and request the rows of x that belong to them. So
-unpacking takes instructions that nobody else needs, while the tensor cores work. No weight is unpacked to memory.
-
-Words come by bulk copies. A fence between stores and the tensor cores waits for all plain loads as well.
+chain over ascending k in steps of 16. A weight is the tall operand and comes from registers. Each of two consumers has
+64 of its rows. It unpacks a block while the tensor cores multiply the block before. One warp brings rows of x, which
+both consumers read. No weight is unpacked to memory.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_packed import (
-    lines_of_levels,
-    lines_of_words,
-    request_weights,
-    take_weights,
-)
-from adapters.models.kernels.triton.hopper.hopper_pieces import HEIGHT, multiply_steps
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
-from adapters.models.kernels.triton.packed import restore, store_narrow
+from adapters.models.kernels.triton.packed import lanes_of, load_block, locate_piece, restore, store_narrow
+from adapters.models.kernels.triton.packed_numbers import weights_of
 
-WARPS = gl.constexpr(4)  # that unpack
-STEP = gl.constexpr(64)  # columns of a slot of the rings
-
-
-@gluon.jit
-def _bring_rows(x_desc, ring, come, free, m0, step, STAGES: gl.constexpr):
-    """Wait until the slot of a step is free, and request its columns of x."""
-    at = step % STAGES
-    mbarrier.wait(free.index(at), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(come.index(at), x_desc.block_type.nbytes)
-    bring(x_desc, [m0, step * STEP], come.index(at), ring.index(at))
+HEIGHT = gl.constexpr(64)  # rows of the weight of one consumer
 
 
 @gluon.jit
-def _unpack_rounds(
-    descriptors,
-    packed_rings,
-    arrived,
-    x_desc,
-    w_ring,
-    x_ring,
+def _fill(x_desc, ring, come, free, m0, steps, STAGES: gl.constexpr):
+    """Bring all blocks of columns of x in order, each as soon as its slot of the ring is free."""
+    BLOCK: gl.constexpr = x_desc.block_type.shape[1]
+    for step in range(steps):
+        at = step % STAGES
+        mbarrier.wait(free.index(at), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(come.index(at), x_desc.block_type.nbytes)
+        bring(x_desc, [m0, step * BLOCK], come.index(at), ring.index(at))
+
+
+@gluon.jit
+def _unpack_left(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LEFT: gl.constexpr):
+    """Return a block of the weight as the left side of a product."""
+    found = weights_of(packed, coordinates, dtype, FORM, True).reshape((HEIGHT, FORM.block))
+    return gl.convert_layout(found, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply_blocks(
+    low,
+    high,
+    w,
+    held,
+    matrix,
+    coordinates,
+    ring,
     come,
     free,
-    n0,
-    m0,
-    rounds,
+    blocks,
+    dtype: gl.constexpr,
     FORM: gl.constexpr,
+    MMA: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Unpack both consumers' rows of the weight, two steps a round, and request the columns of x that belong to them.
-
-    descriptors, packed_rings, arrived: of words and of levels, a round in each slot.
-    """
-    words_desc, levels_desc = descriptors
-    words, levels = packed_rings
-    STAGES: gl.constexpr = w_ring.shape[0]
-    AHEAD: gl.constexpr = words.shape[0]
-    ROWS: gl.constexpr = 2 * HEIGHT
-    WORDS: gl.constexpr = lines_of_words(1, WARPS, ROWS, words_desc.block_type.shape[2] // 4)
-    LEVELS: gl.constexpr = lines_of_levels(1, WARPS, ROWS, 1, levels_desc.block_type.shape[3])
-    for ahead in gl.static_range(AHEAD):
-        request_weights(descriptors, packed_rings, arrived, ahead, n0 // 8, ahead, ahead < rounds)
-    for number in range(rounds):
-        slot = number % AHEAD
-        mbarrier.wait(arrived.index(slot), number // AHEAD & 1)
-        lines = words.index(slot).load(WORDS)
-        held = levels.index(slot).load(LEVELS)
-        program_barrier()  # all warps have this round in registers: its memory is free
-        request_weights(descriptors, packed_rings, arrived, slot, n0 // 8, number + AHEAD, number + AHEAD < rounds)
-        w = take_weights(lines, held, n0, x_desc.dtype, FORM, FORM.has_scale_of_word)
-        low, high = gl.split(w.reshape((ROWS, 2, STEP)).permute((0, 2, 1)))
-        _bring_rows(x_desc, x_ring, come, free, m0, 2 * number, STAGES)
-        _bring_rows(x_desc, x_ring, come, free, m0, 2 * number + 1, STAGES)
-        w_ring.index(2 * number % STAGES).store(low)
-        w_ring.index((2 * number + 1) % STAGES).store(high)
-        fence_async_shared()
-        program_barrier()
-        mbarrier.arrive(come.index(2 * number % STAGES), count=1)
-        mbarrier.arrive(come.index((2 * number + 1) % STAGES), count=1)
+    """Multiply the blocks from `low` to `high`, from zero. w: the first of them. held: the packed one after it."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    BLOCK_M: gl.constexpr = ring.shape[1]
+    acc = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
+    for step in range(low, high):
+        at = step % STAGES
+        mbarrier.wait(come.index(at), step // STAGES & 1)
+        adding = warpgroup_mma(w, ring.index(at).permute((1, 0)), acc, is_async=True)
+        coming = _unpack_left(held, coordinates, dtype, FORM, LEFT)
+        held = load_block(matrix, coordinates, gl.minimum(step + 2, blocks - 1), blocks, FORM)
+        acc, w, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, w, coming))
+        mbarrier.arrive(free.index(at), count=1)
+        w = coming
+    return acc, w, held
 
 
 @gluon.jit
 def _consume(
+    words_ptr,
+    levels_ptr,
     out_ptr,
-    w_ring,
-    x_ring,
+    ring,
     come,
     free,
     n0,
     m0,
     rows,
     columns,
-    steps,
+    blocks,
     each,
     stride,
     NUMBER: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     IN_PIECES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Compute consumer NUMBER's rows of the weight. each: steps of a piece."""
+    """Compute consumer NUMBER's rows of the weight. each: blocks of a piece."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    BLOCK_M: gl.constexpr = x_ring.shape[1]
+    BLOCK_M: gl.constexpr = ring.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    LANES: gl.constexpr = lanes_of(1, 4, HEIGHT)
     own = n0 + NUMBER * HEIGHT
+    matrix = (words_ptr, levels_ptr)
+    coordinates = locate_piece(own, columns, HEIGHT, LANES)
+    w = _unpack_left(load_block(matrix, coordinates, 0, blocks, FORM), coordinates, dtype, FORM, LEFT)
+    held = load_block(matrix, coordinates, gl.minimum(1, blocks - 1), blocks, FORM)
     if IN_PIECES:
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
-        for first in range(0, steps, each):
-            high = gl.minimum(first + each, steps)
-            total = total + multiply_steps(first, high, w_ring, x_ring, come, free, NUMBER, MMA)
+        for first in range(0, blocks, each):
+            acc, w, held = _multiply_blocks(
+                first, gl.minimum(first + each, blocks), w, held, matrix, coordinates, ring, come, free, blocks,
+                dtype, FORM, MMA, STAGES,
+            )  # fmt: skip
+            total = total + acc
     else:
-        total = multiply_steps(0, steps, w_ring, x_ring, come, free, NUMBER, MMA)
+        total, w, held = _multiply_blocks(
+            0, blocks, w, held, matrix, coordinates, ring, come, free, blocks, dtype, FORM, MMA, STAGES
+        )
     PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     out = gl.convert_layout(restore(total, dtype, FORM).to(dtype), PAIRS)  # gates round their inputs like this as well
     store_narrow(out, out_ptr, own, m0, rows, columns, stride, dtype, GATED)
 
 
-@gluon.jit(do_not_specialize=["rows", "rounds", "each"])
+@gluon.jit(do_not_specialize=["rows", "blocks", "each"])
 def packed_wide(
-    words_desc,
-    levels_desc,
+    words_ptr,
+    levels_ptr,
     x_desc,
     out_ptr,
     rows,
     columns,
-    rounds,
+    blocks,
     each,
     stride,
-    W_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     GROUP: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     IN_PIECES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Compute out[rows, columns] = x @ w.T for many rows. rounds: of 128 columns of w. each: steps of 64 columns of a
-    piece. stride: from one row of out to the next.
+    """Compute out[rows, columns] = x @ w.T for many rows. blocks: of a row of w. each: blocks of a piece. stride: from
+    one row of out to the next.
 
-    A program has the rows of x of one box of x_desc, and 128 rows of w. words_desc, levels_desc: as `packed_ahead` has
-    them, of all columns as one piece, boxes of a round. W_LAYOUT: of a step of unpacked weights in shared memory.
-    AHEAD: rounds whose words memory holds. GROUP: tiles of rows that follow each other.
+    A program has the rows of x of one box of x_desc, and 128 rows of w. GROUP: tiles of rows that follow each other.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     row_tiles = gl.cdiv(rows, BLOCK_M)
@@ -158,12 +152,8 @@ def packed_wide(
     height = gl.minimum(row_tiles - group * GROUP, GROUP)
     m0 = (group * GROUP + (program % (GROUP * column_tiles)) % height) * BLOCK_M
     n0 = (program % (GROUP * column_tiles)) // height * (2 * HEIGHT)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, STEP], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 2 * HEIGHT, STEP], W_LAYOUT)
-    words = gl.allocate_shared_memory(gl.int32, [AHEAD] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
-    levels = gl.allocate_shared_memory(gl.int32, [AHEAD] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
-    arrived = make_barriers(AHEAD, 1)
-    come = make_barriers(STAGES, 2)
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, FORM.block], x_desc.layout)
+    come = make_barriers(STAGES, 1)
     free = make_barriers(STAGES, 2)
     if PDL:
         gdc_launch_dependents()
@@ -174,25 +164,19 @@ def packed_wide(
             (
                 _consume,
                 (
-                    out_ptr, w_ring, x_ring, come, free, n0, m0, rows, columns, 2 * rounds, each, stride, 0, FORM,
-                    GATED, IN_PIECES,
+                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, each, stride, 0,
+                    FORM, GATED, IN_PIECES, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_ptr, w_ring, x_ring, come, free, n0, m0, rows, columns, 2 * rounds, each, stride, 1, FORM,
-                    GATED, IN_PIECES,
+                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, each, stride, 1,
+                    FORM, GATED, IN_PIECES, STAGES,
                 ),
             ),
-            (
-                _unpack_rounds,
-                (
-                    (words_desc, levels_desc), (words, levels), arrived, x_desc, w_ring, x_ring, come, free, n0, m0,
-                    rounds, FORM,
-                ),
-            ),
+            (_fill, (x_desc, ring, come, free, m0, blocks, STAGES)),
         ],
-        [4, WARPS],
-        [168, 168],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
