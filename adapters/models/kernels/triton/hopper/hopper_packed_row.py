@@ -123,6 +123,31 @@ def _fetch_row(
 
 
 @gluon.jit
+def _request(descriptors, rings, come, slot, row, step, FORM: gl.constexpr):
+    """Load a step's words, and its levels unless scales are made of them before."""
+    if FORM.has_scale_of_word:
+        request_words(descriptors[0], rings[0], come, slot, row, step, True)
+    else:
+        request_weights(descriptors, rings, come, slot, row, step, True)
+
+
+@gluon.jit
+def _load_levels(ring, scales, slot, step, LEVELS: gl.constexpr, SCALES: gl.constexpr, FORM: gl.constexpr):
+    """Return the levels of a step, or the scales that were made of them."""
+    return scales.index(step).load(SCALES) if FORM.has_scale_of_word else ring.index(slot).load(LEVELS)
+
+
+@gluon.jit
+def _take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return the weights of a step, as `take_weights` does. levels: see `_load_levels`."""
+    if FORM.has_scale_of_word:
+        found = take_weights_with(lines, levels, dtype, FORM)
+    else:
+        found = take_weights(lines, levels, row, dtype, FORM)
+    return found
+
+
+@gluon.jit
 def packed_row(
     words_desc,
     levels_desc,
@@ -159,19 +184,20 @@ def packed_row(
     SCALES: gl.constexpr = lines_of_scales(PIECES, num_warps, BLOCK_N, BLOCKS)
     n0 = gl.program_id(0) * BLOCK_N
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
+    rings = (w_ring, w_ring)
     if not MADE:
         l_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
+        rings = (w_ring, l_ring)
+    descriptors = (words_desc, levels_desc)
     come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(STAGES):
         mbarrier.init(come.index(at), count=1)
     program_barrier()
     for at in gl.static_range(STAGES):
-        if MADE:
-            request_words(words_desc, w_ring, come, at, n0 // 8, at, True)
-        else:
-            request_weights((words_desc, levels_desc), (w_ring, l_ring), come, at, n0 // 8, at, True)
+        _request(descriptors, rings, come, at, n0 // 8, at, FORM)
     if PDL:
         gdc_launch_dependents()
+    scales = 0  # never read where levels come with words
     if MADE:
         made = make_scales(levels_ptr, n0, columns, STEPS * BLOCKS, PIECES, BLOCK_N, FORM, num_warps)
         LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
@@ -185,22 +211,14 @@ def packed_row(
     for step in range(STEPS):
         mbarrier.wait(come.index(slot), turn)
         lines = w_ring.index(slot).load(WORDS)
-        if not MADE:
-            levels = l_ring.index(slot).load(LEVELS)
+        levels = _load_levels(rings[1], scales, slot, step, LEVELS, SCALES, FORM)
         if step + STAGES < STEPS:
             program_barrier()  # all warps have this step in registers: its memory is free
-            if MADE:
-                request_words(words_desc, w_ring, come, slot, n0 // 8, step + STAGES, True)
-            else:
-                descriptors = (words_desc, levels_desc)
-                request_weights(descriptors, (w_ring, l_ring), come, slot, n0 // 8, step + STAGES, True)
+            _request(descriptors, rings, come, slot, n0 // 8, step + STAGES, FORM)
         columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
         right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
-        if MADE:
-            w = take_weights_with(lines, scales.index(step).load(SCALES), dtype, FORM)
-        else:
-            w = take_weights(lines, levels, n0, dtype, FORM)
-        acc = mma_v2(gl.convert_layout(w, LEFT, assert_trivial=True), right, acc)
+        w = gl.convert_layout(_take_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
+        acc = mma_v2(w, right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
