@@ -165,7 +165,15 @@ def make_weight(name: str, outputs: int, columns: int) -> Any:
 
 
 CHOSEN = {  # outputs, columns, then rows and columns of a tile, and whether its words wait in registers
-    "Q4_K": ((6144, 4096, (16, 256, True)), (4096, 4096, (16, 512, True)), (4096, 12288, (16, 256, True))),
+    "Q4_K": (
+        (6144, 4096, (16, 256, True)),
+        (4096, 4096, (16, 512, True)),
+        (4096, 12288, (16, 256, True)),
+        (24576, 4096, (64, 512, False)),
+        (24576, 5120, (64, 256, False)),
+        (24576, 8192, None),
+        (8192, 28672, None),  # scales of a program and a row take more than half of a processor's memory
+    ),
     "AWQ": ((24576, 4096, (64, 512, False)), (151936, 4096, None), (4096, 4096 + 128, None)),
     "Q8_0": ((4096, 4096, (16, 128, False)), (4096, 12288, (16, 256, False)), (24576, 4096, (64, 256, False))),
     "FP8": ((4096, 12288, (16, 128, False)), (24576, 4096, (64, 128, False))),

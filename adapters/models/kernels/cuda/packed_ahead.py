@@ -85,7 +85,7 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
 
 
-# Of one row, for each kind of steps (decisions 057 and 058); `fill_memory` may find room for more stages.
+# Of one row, for each kind of steps (decisions 057, 058 and 064); `fill_memory` may find room for more stages.
 ROW_CHAINS = {
     "e4m3": AheadTile(64, 128, 2, 4, 128),
     "int8": AheadTile(64, 256, 2, 4, 168),
@@ -109,7 +109,22 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
     tile = _choose_chain(weight, processors) if weight.pieces == 1 else _choose_pieces(weight, processors)
     if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
         return None
-    return fill_memory(tile, weight, processors, shared) if tile.stages > 0 else tile
+    if tile.stages > 0:
+        found = fill_memory(tile, weight, processors, shared)
+        if found is None and weight.block_form.has_scale_of_word:
+            found = fill_memory(evolve(tile, columns=tile.columns // 2), weight, processors, shared)
+        return found
+    programs = 2 if tile.registers > ROW_PIECES.registers else _MOST_PROGRAMS
+    fits = programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
+    return tile if fits else None
+
+
+def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
+    """Return the bytes of shared memory of what a program of one row has whole: the row, and scales that are made before
+    it comes.
+    """
+    made = tile.outputs * (weight.columns // 128) * _SCALES if weight.block_form.has_scale_of_word else 0
+    return 2 * weight.columns + made
 
 
 def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None:
@@ -140,12 +155,9 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     columns = weight.pieces * tile.columns
     words = 4 * columns // weight.block_form.block * 128
     levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
-    whole = 2 * weight.columns  # what memory holds besides stages: the row, and scales of all words
-    if weight.block_form.has_scale_of_word:
-        levels = 0
-        whole += tile.outputs * (weight.columns // 128) * _SCALES
-    stage = tile.outputs // 8 * (words + levels)
-    stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - whole) // stage
+    stage = tile.outputs // 8 * (words if weight.block_form.has_scale_of_word else words + levels)
+    room = (shared + _RESERVED) // programs - _RESERVED - _BARRIERS - count_whole_bytes(tile, weight)
+    stages = room // stage
     steps = weight.piece // tile.columns
     return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
 
