@@ -120,8 +120,8 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
 
 
 def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
-    """Return the bytes of shared memory of what a program of one row has whole: the row, and scales that are made before
-    it comes.
+    """Return the bytes of what a program of one row has whole in shared memory: the row, and scales that are made
+    before it comes.
     """
     made = tile.outputs * (weight.columns // 128) * _SCALES if weight.block_form.has_scale_of_word else 0
     return 2 * weight.columns + made
@@ -172,8 +172,8 @@ def multiply_row(
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
         described = _describe_weight(weight, tile, weight.pieces)
-        given = (*described, weight.levels, x, out, weight.outputs)
-        launch(hopper_packed_row.packed_row, grid, *given, **sizes, **options)
+        whole = (weight.levels, x, out, weight.outputs)
+        launch(hopper_packed_row.packed_row, grid, *described, *whole, **sizes, **options)
         return
     sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
