@@ -358,7 +358,7 @@ def test_products_in_pieces_add_a_chain_of_each_piece(pieces, seed):
     out = torch.full((rows, outputs), float("nan"), dtype=BF16)
     launch(
         pieces.linear_pieces, (4,), seed, Descriptor(x, (128, 64)), Descriptor(w, (64, 64)), Pointer(out), rows,
-        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True, num_warps=8,
+        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True,
     )  # fmt: skip
     total = torch.zeros(rows, outputs)
     for first in range(0, depth, piece):

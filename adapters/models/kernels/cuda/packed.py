@@ -196,8 +196,7 @@ class CudaPacking:
         return False
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
-        if self.hopper and packed_ahead.is_unpacked_in_registers(len(x), weight, x.dtype):
-            packed_ahead.multiply_wide_ahead(x, weight, out, self.processors, gated=gated, pdl=self.pdl)
+        if self.hopper and packed_ahead.multiply_wide(x, weight, out, self.processors, gated=gated, pdl=self.pdl):
             return
         assert self._scratch is not None
         share = 2 if gated else 1

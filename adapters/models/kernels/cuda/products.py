@@ -101,7 +101,7 @@ class CudaProducts:
         grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
         descriptors = describe_blocks(x, tile.rows, tile.depth), describe_blocks(w, tile.columns, tile.depth)
         sizes = (count, columns, depth, piece, out.stride(0))
-        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
+        options = launch_options(4, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, is_beside: bool) -> None:
