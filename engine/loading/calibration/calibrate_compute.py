@@ -342,7 +342,7 @@ def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: i
     """Return True if measuring may stop.
 
     That is when `wanted` rounds have times and the last one found no clearly quicker time, or when the budget of time
-    is spent. A prompt's first step may have no time (`last_row.needs_no_forward`).
+    is spent. A prompt's first step may have no time (`last_row.has_own_time`).
     """
     *before, last = rounds
     known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last
