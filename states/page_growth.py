@@ -43,10 +43,11 @@ def grow_for_decode_step(
     page_rows = settings.page
     slot = slots.slots[effect.slot]
     held_rows = len(slot.pages) * page_rows
-    missing = max(0, pages.count_pages(effect.position + 1 + effect.propose, page_rows) - len(slot.pages))
+    needed = pages.count_pages(effect.position + 1 + effect.propose, page_rows)
+    missing = max(0, needed - len(slot.pages))
     taken = None
     if effect_request.request not in slots.short_of_pages:
-        if ahead := count_pages_ahead(slots, effect, missing, settings):
+        if ahead := count_pages_ahead(slots, effect, needed, settings):
             taken = take_pages(slots, effect.slot, missing + ahead, requests, settings)
         if taken is None and missing:
             taken = take_pages(slots, effect.slot, missing, requests, settings)
@@ -64,22 +65,22 @@ def grow_for_decode_step(
     return slots, limit_to_rows(effect_request, evolve(effect, propose=proposable), held_rows)
 
 
-def count_pages_ahead(slots: Slots, effect: RunDecode, missing: int, settings: Settings) -> int:
-    """Count the pages that a decode step gets besides the `missing` ones, for the tokens that may follow the next one.
+def count_pages_ahead(slots: Slots, effect: RunDecode, needed: int, settings: Settings) -> int:
+    """Count the pages that a decode step is given for the tokens behind the next one. needed: its slot needs now.
 
     A request takes steps without asking the core as far as its slot has rows. Then it asks, and a GPU has launched a
-    step or two without it by the time it goes on. So a step gets pages for as many tokens as it may decode, but all
-    slots together at most one in AHEAD_PART of the pool. No idle slot loses pages for that: there are none ahead unless
-    as many were free even if no two slots shared any.
+    step or two without it by the time it goes on. So its slot gets pages for as many tokens as it may decode, but all
+    slots together have at most one page in AHEAD_PART of the pool in this way. No idle slot loses pages for that: none
+    are given unless as many were free even if no two slots shared any.
     """
-    count = len(slots.slots[effect.slot].pages) + missing
-    most = settings.pages // (AHEAD_PART * settings.slots)
+    held = len(slots.slots[effect.slot].pages)
     stop = min(effect.position + effect.steps, settings.max_context)
-    ahead = min(pages.count_pages(stop, settings.page) - count, most)
+    most = needed + settings.pages // (AHEAD_PART * settings.slots)
+    ahead = min(pages.count_pages(stop, settings.page), most) - max(needed, held)
     if ahead <= 0:
         return 0
     spare = settings.pages - sum(len(slot.pages) for slot in slots.slots)
-    return ahead if missing + ahead <= spare else 0
+    return ahead if max(needed - held, 0) + ahead <= spare else 0
 
 
 def grow_waiting_steps(
