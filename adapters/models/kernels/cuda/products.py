@@ -70,14 +70,10 @@ class CudaProducts:
             cuts = cut_columns(len(x), len(w), gated, x.dtype, self.processors, self.shared)
         for cut in cuts:
             part = w[cut.first : cut.first + cut.columns]
-            columns = out[:, cut.first // 2 if gated else cut.first :]
-            self._multiply_cut(x, part, columns, cut, gated=gated, piece=piece)
+            self._multiply_cut(x, part, out[:, cut.first // 2 if gated else cut.first :], cut, gated=gated, piece=piece)
 
     def _multiply_cut(self, x: Tensor, w: Tensor, out: Tensor, cut: Cut, *, gated: int, piece: int) -> None:
-        """Write the products with a part of a weight's rows to a part of the columns of out.
-
-        Cuts are launched in their order, one right behind the other.
-        """
+        """Write the products with a part of a weight's rows to a part of the columns of out."""
         (count, depth) = x.shape
         columns = cut.columns
         tile = cut.tile
@@ -91,7 +87,7 @@ class CudaProducts:
             grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
             launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
-            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0, "CONTINUES": cut.first > 0}
+            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0}
             grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
             launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
 

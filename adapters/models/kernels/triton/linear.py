@@ -120,7 +120,6 @@ def linear_wide(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     IN_PIECES: tl.constexpr,
-    CONTINUES: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -129,9 +128,7 @@ def linear_wide(
     """Compute out[rows, columns] = x @ w.T for many rows. Arithmetic is the limit; groups of row tiles share weights
     in L2.
 
-    IN_PIECES: every `piece` columns, a multiple of BLOCK_K, are a chain of their own, as in `packed`. CONTINUES: the
-    launch in front computes other columns of this product. It lets this one start once all of its programs have read x,
-    so x is there. Only the end of this launch waits for that one, so that what comes behind finds all columns.
+    IN_PIECES: every `piece` columns, a multiple of BLOCK_K, are a chain of their own, as in `packed`.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -141,7 +138,7 @@ def linear_wide(
     height = min(row_tiles - group * GROUP, GROUP)
     m0 = (group * GROUP + (program % (GROUP * column_tiles)) % height) * BLOCK_M
     n0 = (program % (GROUP * column_tiles)) // height * BLOCK_N
-    if PDL and not CONTINUES:
+    if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if IN_PIECES:
@@ -159,8 +156,6 @@ def linear_wide(
             acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
     if PDL:
         gdc_launch_dependents()
-    if PDL and CONTINUES:
-        gdc_wait()
     m = m0 + tl.arange(0, BLOCK_M)
     if GATED:
         gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
