@@ -161,6 +161,7 @@ class OverlappedDecode:
         """Take steps from this one on. Return the members that go on elsewhere, because they would copy text now."""
         started_ns = time.perf_counter_ns()
         has_match = False  # a request's text has a match to copy from now, so no further step is launched
+        begun: Sequence[BatchMember] = () if running is None else running.members
         while running is not None:
             self._commit_rows(running)
             # The rules of what is copied hold for the members that the launch began with.
@@ -174,6 +175,10 @@ class OverlappedDecode:
             if not has_match:
                 joining = self._begin_members(batch.take_joining(), batch)
                 following = self._launch_next(running, staying, joining, batch)
+                begun = (*begun, *joining)
+            if begun:
+                self.copies.index_texts(begun)
+                begun = ()
             assert running.picking is not None
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()

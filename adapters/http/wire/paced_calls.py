@@ -1,7 +1,7 @@
 """Calls that are made one by one, each in a turn of the event loop of its own.
 
-Connections share one `PacedCalls` for requests that clients sent before the answer to an earlier one had ended. If many
-clients do so, their next requests do not all begin in one turn, which would hold up every other connection.
+Connections share one `PacedCalls` for the beginnings of requests. If many come at once, they do not all begin in one
+turn. That would hold up every answer for as long as it takes to read them: 10 ms each on a server with 64 streams.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ class PacedCalls:
     If a call raises an exception, the event loop handles it, and the next calls are made all the same.
     """
 
-    _calls: deque[Callable[[], None]] = field(factory=deque)
+    _calls: deque[Callable[[], object]] = field(factory=deque)
 
-    def put(self, call: Callable[[], None]) -> None:
+    def put(self, call: Callable[[], object]) -> None:
         """Add a call to the end of the queue. The first one is made in the next turn of the loop, not at once."""
         self._calls.append(call)
         if len(self._calls) == 1:
             get_running_loop().call_soon(self._make_next_call)
+
+    async def wait_for_turn(self) -> None:
+        """Wait for a turn behind the calls that were put in before."""
+        turn = get_running_loop().create_future()
+        self.put(lambda: turn.done() or turn.set_result(None))
+        await turn
 
     def _make_next_call(self) -> None:
         try:

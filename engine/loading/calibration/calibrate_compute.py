@@ -75,6 +75,9 @@ class UnsearchedText:
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
         return [self.read_match(slot, state) for slot, state in slots]
 
+    def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Nothing is kept of a text."""
+
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Nothing is kept of a text."""
 

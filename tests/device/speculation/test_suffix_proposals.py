@@ -386,6 +386,9 @@ class Script(TextProposer):
         self.lengths |= {slot: len(state.tokens) for slot, state in slots}
         return [self.read_match(slot, state) for slot, state in slots]
 
+    def index_texts(self, slots):
+        """There is no text."""
+
     def note_tokens(self, slots):
         self.find_matches(slots)
 
