@@ -39,7 +39,7 @@ class StepCopies:
 
         A prompt of 32,000 tokens takes 1 ms, which its first token would wait for otherwise.
         """
-        if self.proposer is not None:
+        if self.proposer is not None and members:
             asking = [member for member in members if asks_for_matches(member.effect)]
             self.proposer.index_texts([(member.effect.slot, member.state) for member in asking])
 

@@ -20,9 +20,9 @@ class PacedCalls:
     If a call raises an exception, the event loop handles it, and the next calls are made all the same.
     """
 
-    _calls: deque[Callable[[], object]] = field(factory=deque)
+    _calls: deque[Callable[[], None]] = field(factory=deque)
 
-    def put(self, call: Callable[[], object]) -> None:
+    def put(self, call: Callable[[], None]) -> None:
         """Add a call to the end of the queue. The first one is made in the next turn of the loop, not at once."""
         self._calls.append(call)
         if len(self._calls) == 1:
@@ -31,7 +31,12 @@ class PacedCalls:
     async def wait_for_turn(self) -> None:
         """Wait for a turn behind the calls that were put in before."""
         turn = get_running_loop().create_future()
-        self.put(lambda: turn.done() or turn.set_result(None))
+
+        def begin() -> None:
+            if not turn.done():
+                turn.set_result(None)
+
+        self.put(begin)
         await turn
 
     def _make_next_call(self) -> None:

@@ -119,7 +119,7 @@ def test_buckets_that_may_not_be_proven_leave_the_row_to_the_decode_step(driver:
 
 
 @define(eq=False)
-class Waits:
+class WaitsForDevice:
     """The waits of the host for the device. rows: computed, at each of them."""
 
     shard: FakeShard
@@ -132,7 +132,7 @@ class Waits:
 @pytest.mark.parametrize("has_own_lane", [False, True], ids=["one lane", "a lane for prompts"])
 async def test_the_chunk_with_the_last_row_is_reported_when_it_is_launched(driver, shard, has_own_lane, monkeypatch):
     """So that the first decode step is launched while the device computes it. Another stream would not wait for it."""
-    events, ends = Waits(shard), Waits(shard)
+    events, ends = WaitsForDevice(shard), WaitsForDevice(shard)
     monkeypatch.setattr(prefill, "record_event", lambda _: events)
     monkeypatch.setattr(driver.executor.parts.shard, "synchronize", ends.synchronize)
     driver.executor._prefills.has_own_lane = has_own_lane  # noqa: SLF001 - a second lane needs a GPU
@@ -146,7 +146,7 @@ async def test_the_chunk_with_the_last_row_is_reported_when_it_is_launched(drive
 
 
 async def test_a_prompt_without_its_last_row_is_reported_when_it_is_computed(driver, shard, monkeypatch):
-    events, ends = Waits(shard), Waits(shard)
+    events, ends = WaitsForDevice(shard), WaitsForDevice(shard)
     monkeypatch.setattr(prefill, "record_event", lambda _: events)
     monkeypatch.setattr(driver.executor.parts.shard, "synchronize", ends.synchronize)
     client = await driver.open(prompt_of(4, 2 * CHUNK + 1))
