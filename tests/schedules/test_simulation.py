@@ -139,6 +139,25 @@ def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) 
         assert not play(seed, short_of_pages).world.requests
 
 
+def with_pages_ahead(seed: int) -> Simulator:
+    """Return a schedule with so many pages that answers have some ahead."""
+    drawn = Simulator(seed)
+    settings = evolve(drawn.settings, pages=64 * drawn.settings.slots, page=4)
+    return make_crowded(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
+
+
+@pytest.mark.parametrize("first", chunks(50, 300))
+def test_answers_that_have_pages_ahead_stay_as_they_are(first: int) -> None:
+    ahead = 0
+    for seed in range(first, first + CHUNK):
+        simulator = play(seed, with_pages_ahead)
+        assert not simulator.world.requests
+        launches = (out for out in iterate_outputs(simulator) if isinstance(out, Launch))
+        effects = (one.effect for launch in launches for one in launch.effect_requests)
+        ahead += sum(isinstance(one, RunDecode) and not one.propose and len(one.pages) > 1 for one in effects)
+    assert ahead
+
+
 def going_along(seed: int) -> Simulator:
     """Return a schedule in which several prompts go along with the steps of one launch."""
     drawn, rng = Simulator(seed), random.Random(seed)
