@@ -221,6 +221,91 @@ static void multiply_amx(
         );
 }
 
+// What attention makes of its operands for such products. A float32 becomes the sum of two bfloat16: the next one, and
+// the one next to what that lacks. So a product with keys or values in bfloat16 is two products, added in one sum.
+static FOR_BLOCKS void split_floats(const float *restrict from, long count, uint16_t *restrict upper, uint16_t *restrict lower) {
+    for (long i = 0; i < count; i++) {
+        upper[i] = rounded(from[i]);
+        lower[i] = rounded(from[i] - widened(upper[i]));
+    }
+}
+
+// 16 rows' words from `from` on, `width` words apart -> 16 rows of one word of each, 32 words apart. rows, columns: of those
+// that are there; zeros stand for missing rows.
+static inline __attribute__((always_inline)) FOR_BLOCKS void turn_square(
+    const uint32_t *from, long width, long rows, long columns, uint32_t *to
+) {
+    __m512i r[16], t[16];
+    const __mmask16 there = (__mmask16)(columns < 16 ? (1u << columns) - 1 : 0xffff);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_maskz_loadu_epi32(there, from + i * width) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i first = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x44), second = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xee);
+        const __m512i third = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x44);
+        const __m512i fourth = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xee);
+        t[i] = _mm512_shuffle_i32x4(first, third, 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(first, third, 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(second, fourth, 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(second, fourth, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        if (i < columns) _mm512_storeu_si512(to + 32 * i, t[i]);
+}
+
+// keys: `count` rows of `words` words -> panels of 32 keys, [panels, words, 32]; zeros for keys that are not there.
+static FOR_BLOCKS void turn_words(const uint32_t *keys, long words, long count, uint32_t *panels) {
+    for (long first = 0; first < count; first += 32, panels += 32 * words)
+        for (long half = 0; half < 32; half += 16)
+            for (long start = 0; start < words; start += 16)
+                turn_square(
+                    keys + (first + half) * words + start, words, count - first - half, words - start,
+                    panels + start * 32 + half
+                );
+}
+
+// values: `count` rows of `size` numbers -> panels of 32 of these, [panels, pairs, 32]: two rows' numbers in a word. pairs:
+// whole blocks, zeros where no row is.
+static FOR_BLOCKS void pair_rows(const uint16_t *values, long size, long count, long pairs, uint32_t *panels) {
+    static const uint16_t none[WIDEST];
+    for (long start = 0; start < size; start += 32, panels += 32 * pairs) {
+        const long there = size - start < 32 ? size - start : 32;
+        if (there < 32) memset(panels, 0, (size_t)pairs * 32 * sizeof(uint32_t));
+        for (long pair = 0; pair < pairs; pair++) {
+            const uint16_t *const first = 2 * pair < count ? values + 2 * pair * size + start : none;
+            const uint16_t *const second = 2 * pair + 1 < count ? values + (2 * pair + 1) * size + start : none;
+            uint32_t *const to = panels + 32 * pair;
+            if (there == 32)
+                for (long i = 0; i < 32; i++) to[i] = (uint32_t)first[i] | (uint32_t)second[i] << 16;
+            else
+                for (long i = 0; i < there; i++) to[i] = (uint32_t)first[i] | (uint32_t)second[i] << 16;
+        }
+    }
+}
+
+// Rows that were split, the lower part `apart` words behind the upper one, with panels of pairs.
+static void multiply_split(
+    long rows, int panels, const float *x, long stride, long apart, const float *w, long words, float *sums, long width
+) {
+    for (int part = 0; part < 2; part++)
+        multiply_amx(
+            rows, panels, FLOATS, x + part * apart, stride, (const char *)w, words * 128, words, sums, width, part
+        );
+}
+
 #define COMPARED 32 // rows; and twice as many terms
 
 // Whether tiles add as blocks do, which Intel documents, but other makers need not. Numbers are of many magnitudes; in some

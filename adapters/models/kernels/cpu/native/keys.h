@@ -148,6 +148,7 @@ static FOR void ON(weigh)(float *scores, long low, long high, long count, float 
 #pragma GCC unroll 1
         for (int lane = 0; lane < 16; lane++)
             most[lane] = scores[start + lane] > most[lane] ? scores[start + lane] : most[lane];
+#pragma GCC unroll 4
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++)
             most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];

@@ -1,0 +1,135 @@
+"""Copies of earlier text (`--draft suffix`) against plain servers, request by request on the same two cores.
+
+    python -m benchmarks.texts_in_turn [--kinds new,edits,code] [--streams 1] [--rounds 60] [--cores 0,1] [--record]
+
+Three servers run in processes of their own, all on the same cores: two plain ones and one that copies. A round asks each
+of them for the same answers, one server after the other, and every order of the servers has its turn. So what a round
+shows does not depend on cores, on the order, or on what disturbs the machine for longer than a round. It gives one ratio
+of wall times and one of processor times: the mean of both plain servers over the server that copies. The control is the
+ratio of both plain servers. A median is given with the interval that holds it in 95 of 100 drawings of as many rounds
+(bootstrap). Texts and salts are those of `benchmarks.copied_text --side-by-side`; one round before all others is not
+counted.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from itertools import cycle, permutations
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.arguments import server_parser
+from benchmarks.copied_text import CODE_PROMPTS, KINDS, SERVERS, draw_batches, load_edits, read_vocab
+from benchmarks.never_slower import AGAIN
+from benchmarks.results import Figure, Goal, publish, slug
+from benchmarks.side_by_side import parse_cores, start_servers
+from benchmarks.subjects import prompts
+from benchmarks.tables import print_table
+from benchmarks.worker import Worker
+
+NAMES = ("plain", "copies", AGAIN)
+DRAWINGS = 2000
+GOALS = {("edits", 1): 3.0, ("new", 1): 0.98}
+Took = Mapping[str, Any]  # an answer of `benchmarks.text_server`
+
+
+def ask_in_turn(workers: Mapping[str, Worker], batches: list[dict[str, Any]], order: Sequence[str]) -> dict[str, Took]:
+    """Ask one server after the other for the same answers."""
+    return {name: workers[name].ask({"batches": batches}) for name in order}
+
+
+def find_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Return between what the medians of 95 % of the drawings lie, with as many ratios in each, put back when drawn."""
+    rng = random.Random(seed)
+    medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(DRAWINGS))
+    return medians[DRAWINGS // 40], medians[-1 - DRAWINGS // 40]
+
+
+def compare(what: str, rounds: Sequence[Mapping[str, Took]]) -> dict[str, Any]:
+    """Return a row: what the server that copies gains (x), and how two plain servers differ (control)."""
+    row: dict[str, Any] = {"what": what, "rounds": len(rounds), "tokens": sum(one["plain"]["tokens"] for one in rounds)}
+    for time in ("wall", "cpu"):
+        gains = [(one["plain"][time] + one[AGAIN][time]) / 2 / one["copies"][time] for one in rounds]
+        control = [one["plain"][time] / one[AGAIN][time] for one in rounds]
+        for name, ratios in (("x", gains), ("control", control)):
+            row[f"{name} {time}"] = median(ratios)
+            row[f"{name} {time}, from"], row[f"{name} {time}, to"] = find_interval(ratios)
+    for name in ("plain", "copies"):
+        tokens = sum(one[name]["tokens"] for one in rounds)
+        row[f"{name} tok/s"] = tokens / sum(one[name]["wall"] for one in rounds)
+        row[f"{name} cpu, us a token"] = 1e6 * sum(one[name]["cpu"] for one in rounds) / tokens
+    steps = sum(one["copies"]["decode_steps"] for one in rounds)
+    row["tok/step"] = sum(one["copies"]["tokens"] for one in rounds) / steps
+    row["differing"] = sum(len({took["digest"] for took in one.values()}) > 1 for one in rounds)
+    return row
+
+
+def shorten(batches: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """Cut the answers that servers are made to give."""
+    for batch in batches:
+        for job in batch["jobs"]:
+            job["answer"] = job["answer"][:tokens]
+            job["tokens"] = len(job["answer"])
+    return batches
+
+
+def measure(given: Any) -> list[dict[str, Any]]:
+    counts = [int(count) for count in given.streams.split(",")]
+    given.found, given.vocab = load_edits(given.texts, given.edits), read_vocab()
+    given.asked = prompts(["code"], CODE_PROMPTS, 256)["code"] if "code" in given.kinds else []
+    cores = parse_cores(given.cores, 1)
+    rows = list[dict[str, Any]]()
+    with TemporaryDirectory() as home, start_servers(NAMES, "benchmarks.text_server", cores * 3, Path(home)) as servers:
+        threads = given.threads or len(cores[0])
+        own = {"model": given.model, "threads": threads, "slots": max(given.slots, *counts)}
+        for name in NAMES:  # one after the other, so that each is alone when it measures what its steps cost
+            servers.workers[name].ask({"draft": SERVERS[name], **own})
+        for kind in given.kinds.split(","):
+            for streams in counts:
+                rounds = list[dict[str, Took]]()
+                for number, order in zip(range(given.rounds + 1), cycle(permutations(NAMES)), strict=False):
+                    batches = draw_batches(kind, streams, 1, number, given)
+                    if kind == "new" or (kind == "edits" and streams > 1):
+                        batches = shorten(batches, given.tokens)
+                    shown = ask_in_turn(servers.workers, batches, order)
+                    print(json.dumps({"what": KINDS[kind], "streams": streams, **shown}), flush=True)
+                    if number:
+                        rounds.append(shown)
+                rows.append({"kind": kind, "streams": streams, **compare(f"{KINDS[kind]}, {streams} streams", rounds)})
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = server_parser(__doc__)
+    parser.add_argument("--kinds", default="new,edits,code")
+    parser.add_argument("--streams", default="1,16")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=256, help="of answers, but edits of one stream are whole")
+    parser.add_argument("--edits", type=int, default=24, help="edits that are looked for")
+    parser.add_argument("--texts", type=Path, help="file with edits, for machines without this repository's history")
+    parser.add_argument("--cores", default="", help="of all servers, which take turns on them")
+    given = parser.parse_args()
+    rows = measure(given)
+    print_table("servers in turn on the same cores", rows)
+    figures = [
+        Figure(
+            "speculation",
+            "copies, in turn with plain servers",
+            row["what"],
+            "x",
+            row["x wall"],
+            {"from": row["x wall, from"], "to": row["x wall, to"], "two plain ones": row["control wall"]},
+            goal=Goal(at_least=GOALS.get((row["kind"], row["streams"]), 1.0)),
+        )
+        for row in rows
+    ]
+    publish(given, f"texts_in_turn-{slug(given.kinds)}", {"rows": rows}, figures, "cpu")
+
+
+if __name__ == "__main__":
+    main()
