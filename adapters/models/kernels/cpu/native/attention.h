@@ -106,14 +106,7 @@ static void weigh_values(
 #if defined(__x86_64__)
     if (job->pairs) {
         const long all = (count + 31) / 32 * 32;
-        uint16_t halves[2][KEYS];
-        for (long i = 0; i < asking; i++) {
-            float *const weights = bench->scores + i * SCORED;
-            for (long key = (count + 15) / 16 * 16; key < all; key++) weights[key] = 0.0f;
-            split_floats(weights, all, halves[0], halves[1]);
-            memcpy(weights, halves[0], (size_t)all * sizeof(uint16_t));
-            memcpy(weights + KEYS / 2, halves[1], (size_t)all * sizeof(uint16_t));
-        }
+        for (long i = 0; i < asking; i++) split_weights(bench->scores + i * SCORED, count);
         pair_rows((const uint16_t *)values, size, count, all / 2, (uint32_t *)bench->values);
         multiply_split(
             asking, (int)(columns / 32), bench->scores, SCORED, KEYS / 2, bench->values, all / 2, bench->products, columns
