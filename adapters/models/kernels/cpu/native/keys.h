@@ -181,7 +181,7 @@ static FOR void ON(finish)(const float *of, long size, void *out, long to, int b
 static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare),
                                ON(hadamard), ON(unpack), ON(turn), ON(align), ON(weigh), ON(join), ON(finish),
                                ON(convolve), ON(gates),  ON(recur), ON(gated), LANES, ON(multiply_packed), ON(expand),
-                               ON(fix), ON(multiply_fixed), ON(extremes), ON(weights), ON(likely)};
+                               ON(fix), ON(multiply_fixed), ON(extremes), ON(allow), ON(weights), ON(likely)};
 
 #undef ON
 #undef FOR
