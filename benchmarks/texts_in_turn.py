@@ -2,17 +2,18 @@
 
     python -m benchmarks.texts_in_turn [--kinds new,edits,code] [--streams 1] [--rounds 60] [--cores 0,1] [--record]
 
-Three servers run in processes of their own, all on the same cores: two plain ones and one that copies. A round asks each
-of them for the same answers, one server after the other, and every order of the servers has its turn. So what a round
-shows does not depend on cores, on the order, or on what disturbs the machine for longer than a round. It gives one ratio
-of wall times and one of processor times: the mean of both plain servers over the server that copies. The control is the
-ratio of both plain servers. A median is given with the interval that holds it in 95 of 100 drawings of as many rounds
-(bootstrap). Texts and salts are those of `benchmarks.copied_text --side-by-side`; one round before all others is not
-counted.
+Three servers run in processes of their own, all on the same cores: two plain ones and one that copies. A round asks
+each of them for the same answers, one server after the other, and every order of the servers has its turn. So what a
+round shows does not depend on cores, on the order, or on what disturbs the machine for longer than a round. It gives
+one ratio of wall times and one of processor times: the mean of both plain servers over the server that copies. The
+control is the ratio of both plain servers. A median is given with the interval that holds it in 95 of 100 drawings of
+as many rounds (bootstrap). Texts and salts are those of `benchmarks.copied_text --side-by-side`; one round before all
+others is not counted.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,9 @@ from itertools import cycle, permutations
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
+
+from attrs import asdict, frozen
 
 from benchmarks.arguments import server_parser
 from benchmarks.copied_text import CODE_PROMPTS, KINDS, SERVERS, draw_batches, load_edits, read_vocab
@@ -33,13 +36,28 @@ from benchmarks.worker import Worker
 
 NAMES = ("plain", "copies", AGAIN)
 DRAWINGS = 2000
+PEERS = {"from": "x wall, from", "to": "x wall, to", "two plain ones": "control wall"}
 GOALS = {("edits", 1): 3.0, ("new", 1): 0.98}
-Took = Mapping[str, Any]  # an answer of `benchmarks.text_server`
+Row = dict[str, float | str]
 
 
-def ask_in_turn(workers: Mapping[str, Worker], batches: list[dict[str, Any]], order: Sequence[str]) -> dict[str, Took]:
-    """Ask one server after the other for the same answers."""
-    return {name: workers[name].ask({"batches": batches}) for name in order}
+@frozen
+class TextTimes:
+    """What a server answered. wall, cpu: seconds. digest: of all tokens."""
+
+    wall: float
+    cpu: float
+    tokens: int
+    decode_steps: int
+    digest: str
+
+    @classmethod
+    def ask(cls, worker: Worker, batches: Sequence[Any]) -> Self:
+        """Ask a server (`benchmarks.text_server`) and wait for its answers."""
+        return cls(**worker.ask({"batches": batches}))
+
+
+Round = Mapping[str, TextTimes]  # by server
 
 
 def find_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]:
@@ -49,26 +67,27 @@ def find_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]
     return medians[DRAWINGS // 40], medians[-1 - DRAWINGS // 40]
 
 
-def compare(what: str, rounds: Sequence[Mapping[str, Took]]) -> dict[str, Any]:
+def compare(what: str, rounds: Sequence[Round]) -> Row:
     """Return a row: what the server that copies gains (x), and how two plain servers differ (control)."""
-    row: dict[str, Any] = {"what": what, "rounds": len(rounds), "tokens": sum(one["plain"]["tokens"] for one in rounds)}
+    row: Row = {"what": what, "rounds": len(rounds)}
     for time in ("wall", "cpu"):
-        gains = [(one["plain"][time] + one[AGAIN][time]) / 2 / one["copies"][time] for one in rounds]
-        control = [one["plain"][time] / one[AGAIN][time] for one in rounds]
+        took = [{name: getattr(answer, time) for name, answer in one.items()} for one in rounds]
+        gains = [(one["plain"] + one[AGAIN]) / 2 / one["copies"] for one in took]
+        control = [one["plain"] / one[AGAIN] for one in took]
         for name, ratios in (("x", gains), ("control", control)):
             row[f"{name} {time}"] = median(ratios)
             row[f"{name} {time}, from"], row[f"{name} {time}, to"] = find_interval(ratios)
     for name in ("plain", "copies"):
-        tokens = sum(one[name]["tokens"] for one in rounds)
-        row[f"{name} tok/s"] = tokens / sum(one[name]["wall"] for one in rounds)
-        row[f"{name} cpu, us a token"] = 1e6 * sum(one[name]["cpu"] for one in rounds) / tokens
-    steps = sum(one["copies"]["decode_steps"] for one in rounds)
-    row["tok/step"] = sum(one["copies"]["tokens"] for one in rounds) / steps
-    row["differing"] = sum(len({took["digest"] for took in one.values()}) > 1 for one in rounds)
+        tokens = sum(one[name].tokens for one in rounds)
+        row[f"{name} tok/s"] = tokens / sum(one[name].wall for one in rounds)
+        row[f"{name} cpu, us a token"] = 1e6 * sum(one[name].cpu for one in rounds) / tokens
+    copied = [one["copies"] for one in rounds]
+    row["tok/step"] = sum(one.tokens for one in copied) / sum(one.decode_steps for one in copied)
+    row["differing"] = sum(len({answer.digest for answer in one.values()}) > 1 for one in rounds)
     return row
 
 
-def shorten(batches: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+def shorten(batches: Sequence[Any], tokens: int) -> Sequence[Any]:
     """Cut the answers that servers are made to give."""
     for batch in batches:
         for job in batch["jobs"]:
@@ -77,28 +96,32 @@ def shorten(batches: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     return batches
 
 
-def measure(given: Any) -> list[dict[str, Any]]:
+def draw_texts(kind: str, streams: int, number: int, given: argparse.Namespace) -> Sequence[Any]:
+    """Return the batch of a round. Whole files are answered only where a stream is alone."""
+    batches = draw_batches(kind, streams, 1, number, given)
+    return shorten(batches, given.tokens) if kind == "new" or (kind == "edits" and streams > 1) else batches
+
+
+def measure(given: argparse.Namespace) -> list[Row]:
     counts = [int(count) for count in given.streams.split(",")]
     given.found, given.vocab = load_edits(given.texts, given.edits), read_vocab()
     given.asked = prompts(["code"], CODE_PROMPTS, 256)["code"] if "code" in given.kinds else []
     cores = parse_cores(given.cores, 1)
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     with TemporaryDirectory() as home, start_servers(NAMES, "benchmarks.text_server", cores * 3, Path(home)) as servers:
-        threads = given.threads or len(cores[0])
-        own = {"model": given.model, "threads": threads, "slots": max(given.slots, *counts)}
+        own = {"model": given.model, "threads": given.threads or len(cores[0]), "slots": max(given.slots, *counts)}
         for name in NAMES:  # one after the other, so that each is alone when it measures what its steps cost
             servers.workers[name].ask({"draft": SERVERS[name], **own})
         for kind in given.kinds.split(","):
             for streams in counts:
-                rounds = list[dict[str, Took]]()
+                rounds = list[Round]()
                 for number, order in zip(range(given.rounds + 1), cycle(permutations(NAMES)), strict=False):
-                    batches = draw_batches(kind, streams, 1, number, given)
-                    if kind == "new" or (kind == "edits" and streams > 1):
-                        batches = shorten(batches, given.tokens)
-                    shown = ask_in_turn(servers.workers, batches, order)
+                    batches = draw_texts(kind, streams, number, given)
+                    found = {name: TextTimes.ask(servers.workers[name], batches) for name in order}
+                    shown = {name: asdict(one) for name, one in found.items()}
                     print(json.dumps({"what": KINDS[kind], "streams": streams, **shown}), flush=True)
                     if number:
-                        rounds.append(shown)
+                        rounds.append(found)
                 rows.append({"kind": kind, "streams": streams, **compare(f"{KINDS[kind]}, {streams} streams", rounds)})
                 print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -120,11 +143,11 @@ def main() -> None:
         Figure(
             "speculation",
             "copies, in turn with plain servers",
-            row["what"],
+            str(row["what"]),
             "x",
-            row["x wall"],
-            {"from": row["x wall, from"], "to": row["x wall, to"], "two plain ones": row["control wall"]},
-            goal=Goal(at_least=GOALS.get((row["kind"], row["streams"]), 1.0)),
+            float(row["x wall"]),
+            {name: float(row[of]) for name, of in PEERS.items()},
+            goal=Goal(at_least=GOALS.get((str(row["kind"]), int(row["streams"])), 1.0)),
         )
         for row in rows
     ]

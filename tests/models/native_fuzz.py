@@ -183,7 +183,7 @@ def attention(chance: random.Random, native: NativeLibrary) -> Finds:
         whole = tiles.attend(q, slot, (low, high), *caches)
         if level < TILES or not pairs:
             return [whole]
-        # An arithmetic of its own, the same for each row alone. What is no number is none for rows beside its own as well.
+        # An arithmetic of its own, the same for each row alone. A value that is no number spoils rows beside its own.
         for row in range(rows) if all(cache.isfinite().all() for cache in caches) else ():
             at = slice(row, row + 1)
             alone = tiles.attend(q[at], slot[at], (None if low is None else low[at], high[at]), *caches)

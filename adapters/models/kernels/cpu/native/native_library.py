@@ -45,8 +45,9 @@ class NativeLibrary:
     brief call itself.
 
     level: the best instructions that this processor has: 4 AMX, 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2
-    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that level 4 has
-    an arithmetic of its own (amx.h): for rows and weights in bfloat16, and for attention to keys and values in bfloat16.
+    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that level 4
+    has an arithmetic of its own (amx.h): for rows and weights in bfloat16, and for attention to keys and values in
+    bfloat16.
     """
 
     code: ctypes.CDLL
@@ -55,8 +56,9 @@ class NativeLibrary:
     serving: int
 
     def find_level(self, dtype: torch.dtype) -> int:
-        """Return the level that serves a model in `dtype`. Only bfloat16 has the arithmetic of level 4, whatever the form
-        in which keys and values are kept.
+        """Return the level that serves a model in `dtype`.
+
+        Only models in bfloat16 have the arithmetic of level 4, whatever form keys and values are kept in.
         """
         return self.serving if dtype == torch.bfloat16 else min(self.serving, PAIRS)
 
