@@ -236,21 +236,71 @@ static FOR_BLOCKS void split_floats(const float *restrict from, long count, uint
 #define REST_OF(words, upper)                                                                                          \
     _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(words), _mm512_castsi512_ps(UPPER_OF(upper))))
 
-// The weights of a tile's keys, in place: KEYS / 2 words of upper halves, and as many of lower ones. A word has two keys
-// that are 16 apart, which takes fewer instructions than neighbours. count: weights; behind them there is room for zeros
-// up to a multiple of 16.
-static FOR_BLOCKS void split_weights(float *weights, long count) {
-    __m512i found[KEYS / 16];
+// 2^x of numbers that are not above zero, within two units in the last place (the polynomial of Cephes' exp2f). Zero where
+// that is no normal number, and NaN of NaN.
+static inline __attribute__((always_inline)) FOR_BLOCKS __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); // of what is no number the second operand
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), r = _mm512_sub_ps(x, whole);
+    __m512 found = _mm512_set1_ps(1.535336188319500e-4f);
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(1.339887440266574e-3f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(9.618437357674640e-3f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(5.550332471162809e-2f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(2.402264791363012e-1f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(6.931472028550421e-1f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(found, whole);
+}
+
+// Lane 0 has the sum of all lanes, added up in pairs as ON(summed) does.
+static inline __attribute__((always_inline)) FOR_BLOCKS float sum_lanes(__m512 sums) {
+    sums = _mm512_add_ps(sums, _mm512_shuffle_f32x4(sums, sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_shuffle_f32x4(sums, sums, 0xb1));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    return _mm512_cvtss_f32(sums);
+}
+
+static inline __attribute__((always_inline)) FOR_BLOCKS float greatest_lane(__m512 most) {
+    most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0x4e));
+    most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0xb1));
+    most = _mm512_max_ps(most, _mm512_permute_ps(most, 0x4e));
+    most = _mm512_max_ps(most, _mm512_permute_ps(most, 0xb1));
+    return _mm512_cvtss_f32(most);
+}
+
+// As ON(weigh), but weights are split, in place: KEYS / 2 words of upper halves, and as many of lower ones. A word has two
+// keys that are 16 apart, which takes fewer instructions than neighbours. Subnormal numbers are zeros here.
+static FOR_BLOCKS void weigh_split(float *scores, long low, long high, long count, float *found) {
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 of[KEYS / 16], most = none, sums = _mm512_setzero_ps();
+    const long stop = high < count ? high : count;
 #pragma GCC unroll 8
-    for (int i = 0; i < KEYS / 16; i++)
-        found[i] = 16 * i < count ? _mm512_loadu_si512(weights + 16 * i) : _mm512_setzero_si512();
+    for (int i = 0; i < KEYS / 16; i++) {
+        const long first = low - 16 * i, last = stop - 16 * i;
+        of[i] = none;
+        if (last <= 0 || first >= 16) continue;
+        const __mmask16 seen = (__mmask16)((last < 16 ? (1u << last) - 1 : 0xffff) & (first > 0 ? 0xffffu << first : 0xffff));
+        of[i] = _mm512_mask_loadu_ps(none, seen, scores + 16 * i);
+        most = _mm512_max_ps(of[i], most); // what is no number is left out
+    }
+    found[0] = greatest_lane(most);
+    most = _mm512_set1_ps(found[0]);
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS / 32; i++) {
-        const __m512i one = NEAREST(found[2 * i]), other = NEAREST(found[2 * i + 1]);
-        const __m512i rest = NEAREST(REST_OF(found[2 * i], one)), other_rest = NEAREST(REST_OF(found[2 * i + 1], other));
-        _mm512_storeu_si512(weights + 16 * i, PAIR_OF(one, other));
-        _mm512_storeu_si512(weights + KEYS / 2 + 16 * i, PAIR_OF(rest, other_rest));
+        __m512i nearest[2], rest[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const __m512 weights = power_of_two(
+                _mm512_mul_ps(_mm512_sub_ps(of[2 * i + half], most), _mm512_set1_ps(1.44269504088896341f))
+            );
+            sums = _mm512_add_ps(sums, weights);
+            nearest[half] = NEAREST(_mm512_castps_si512(weights));
+            rest[half] = NEAREST(REST_OF(_mm512_castps_si512(weights), nearest[half]));
+        }
+        _mm512_storeu_si512(scores + 16 * i, PAIR_OF(nearest[0], nearest[1]));
+        _mm512_storeu_si512(scores + KEYS / 2 + 16 * i, PAIR_OF(rest[0], rest[1]));
     }
+    found[1] = sum_lanes(sums);
 }
 
 // 16 rows' words from `from` on, `width` words apart -> 16 rows of one word of each, 32 words apart. rows, columns: of those
@@ -301,7 +351,7 @@ static FOR_BLOCKS void turn_words(const uint32_t *keys, long words, long count, 
 }
 
 // values: `count` rows of `size` numbers -> panels of 32 of these, [panels, pairs, 32]. A word has the numbers of two rows,
-// as split_weights has it. pairs: whole blocks, zeros where no row is.
+// as weigh_split has it. pairs: whole blocks, zeros where no row is.
 static FOR_BLOCKS void pair_rows(const uint16_t *values, long size, long count, long pairs, uint32_t *panels) {
     static const uint16_t none[WIDEST];
     for (long start = 0; start < size; start += 32, panels += 32 * pairs) {

@@ -98,6 +98,31 @@ static void score_keys(const attention_t *job, const bench_t *bench, long asking
     );
 }
 
+// Every query's scores become weights of the keys from `start` on that its row sees.
+static void weigh_keys(
+    const attention_t *job, const bench_t *bench, long row, long asking, long start, long count, float *parts
+) {
+#if defined(__x86_64__)
+    const unsigned before = job->pairs ? without_subnormals() : 0;
+#endif
+    for (long i = 0; i < asking; i++, parts += part_of(job->size)) {
+        float *const scores = bench->scores + i * SCORED;
+        const long low = job->lows ? job->lows[row + i / job->group] - start : -start;
+        const long high = job->highs[row + i / job->group] - start;
+        if (job->cap > 0.0f) cap_scores(scores, count, job->cap);
+#if defined(__x86_64__)
+        if (job->pairs) {
+            weigh_split(scores, low, high, count, parts);
+            continue;
+        }
+#endif
+        job->isa->weigh(scores, low, high, count, parts);
+    }
+#if defined(__x86_64__)
+    if (job->pairs) as_before(before);
+#endif
+}
+
 // Every query's weights times the values.
 static void weigh_values(
     const attention_t *job, const bench_t *bench, long asking, const char *values, long count, int form
@@ -106,7 +131,6 @@ static void weigh_values(
 #if defined(__x86_64__)
     if (job->pairs) {
         const long all = (count + 31) / 32 * 32;
-        for (long i = 0; i < asking; i++) split_weights(bench->scores + i * SCORED, count);
         pair_rows((const uint16_t *)values, size, count, all / 2, (uint32_t *)bench->values);
         multiply_split(
             asking, (int)(columns / 32), bench->scores, SCORED, KEYS / 2, bench->values, all / 2, bench->products, columns
@@ -131,11 +155,7 @@ static void over_tile(
     int key_form = job->key_form, value_form = job->value_form;
     const char *const keys = dense_rows(job, bench, job->keys + from, count, &key_form);
     score_keys(job, bench, asking, keys, count, key_form);
-    for (long i = 0; i < asking; i++) {
-        const long low = job->lows ? job->lows[row + i / group] : 0, high = job->highs[row + i / group];
-        if (job->cap > 0.0f) cap_scores(bench->scores + i * SCORED, count, job->cap);
-        job->isa->weigh(bench->scores + i * SCORED, low - start, high - start, count, parts + i * part_of(size));
-    }
+    weigh_keys(job, bench, row, asking, start, count, parts);
     const char *const values = dense_rows(job, bench, job->values + from, count, &value_form);
     weigh_values(job, bench, asking, values, count, value_form);
     for (long i = 0; i < asking; i++)

@@ -165,7 +165,9 @@ static FOR void ON(weigh)(float *scores, long low, long high, long count, float 
 // Zero is added to what a part found, since behind it keys of no weight may have been read, which make +0 of -0.
 static FOR void ON(join)(float *of, const float *part, long size, int first) {
     const float most = first || part[0] > of[0] ? part[0] : of[0];
-    const float before = first ? 0.0f : weight_of(of[0] - most), now = first ? 1.0f : weight_of(part[0] - most);
+    // One of both is e^0, which is 1.
+    const float apart = of[0] - part[0], less = weight_of(apart < 0.0f ? apart : -apart);
+    const float before = first ? 0.0f : apart < 0.0f ? less : 1.0f, now = first || apart < 0.0f ? 1.0f : less;
     of[0] = most;
     of[1] = first ? part[1] : of[1] * before + part[1] * now;
     if (first)
