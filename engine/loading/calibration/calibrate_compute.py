@@ -6,7 +6,6 @@ The scheduler decides by these rates until it has seen better ones.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from hashlib import blake2b
@@ -22,6 +21,7 @@ from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.interfaces.text_matching import Branch
 from adapters.models.kernels.step import Segment, Step
+from adapters.processors import count_processors
 from effects.all import EffectRequest, Outcome
 from effects.decode import MATCH_CLASSES, Decoded, RunDecode, make_copying
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
@@ -154,7 +154,7 @@ def load_or_measure_rates(
 
 def build_rates_key(*facts: object) -> str:
     """Return the key under which rates are kept: 32 hex digits over the facts that they depend on, as the identity."""
-    parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
+    parts = (VERSION, torch.get_num_threads(), count_processors(), *facts)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -137,7 +137,6 @@ def test_a_text_that_is_indexed_beside_its_first_step_has_the_matches_of_one_tha
     assert found[0] == found[1] == ([4], (9, 5, 6))
 
 
-
 def test_an_answer_is_copied_for_a_later_request_of_the_same_salt_only():
     proposer = SuffixProposer(matcher())
     answer = list(range(100, 140))
