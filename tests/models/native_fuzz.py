@@ -177,7 +177,21 @@ def attention(chance: random.Random, native: NativeLibrary) -> Finds:
     low = chance.choice([None, torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])])
     slot = torch.tensor(sorted(chance.randrange(slots) for _ in range(rows)))
     own = NativeAttention(native, 0, chance.choice([FLOAT, BRAIN]))
-    return lambda level: [evolve(own, level=level).attend(q, slot, (low, high), *caches)]
+    pairs = head % 2 == 0 and all(cache.dtype is BRAIN for cache in caches)
+
+    def found(level: int) -> list[Tensor]:
+        tiles = evolve(own, level=level)
+        whole = tiles.attend(q, slot, (low, high), *caches)
+        if level < TILES or not pairs:
+            return [whole]
+        # An arithmetic of its own, the same for each row alone. A value that is no number spoils rows beside its own.
+        for row in range(rows) if all(cache.isfinite().all() for cache in caches) else ():
+            at = slice(row, row + 1)
+            alone = tiles.attend(q[at], slot[at], (None if low is None else low[at], high[at]), *caches)
+            assert same(alone, whole[at]), f"row {row} alone differs from rows together"
+        return [own.attend(q, slot, (low, high), *caches)]
+
+    return found
 
 
 def sampling(chance: random.Random, vocab: int) -> Sampling:

@@ -78,6 +78,8 @@ class UnsearchedText:
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Nothing is kept of a text."""
 
+    index_texts = note_tokens
+
     def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
         return MATCH_CLASSES[-1]
 
@@ -106,9 +108,8 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
     """Return the number of rows above which a prefill runs at the same time as decode steps. 0: no prefill does.
 
     That needs one GPU of this process that has the whole model, without a draft and without recurrent state. buckets:
-    those that were proven.
-    Without the bucket of that many rows, narrower forwards would run with the buffers of wider ones; without a wider
-    bucket no prefill is that wide.
+    those that were proven. Without the bucket of that many rows, narrower forwards would run with the buffers of wider
+    ones; without a wider bucket no prefill is that wide.
     """
     here = len(plan) == 1 and plan[0].is_local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
     return NARROW if here and shard.spec.runs_ahead and not drafted and not shard.states.specs else 0
@@ -117,8 +118,7 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
 def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
     """Return the number of chunks that one prefill effect may span.
 
-    On devices that are only launched ahead, a span is used only if prefills run concurrently with decode steps: nothing
-    could interrupt such a launch on their lane.
+    Devices that are only launched ahead have more than one if other work can end a launch between two of them.
     """
     return shard.span if concurrent or not shard.launches_ahead else 1
 
@@ -342,7 +342,7 @@ def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: i
     """Return True if measuring may stop.
 
     That is when `wanted` rounds have times and the last one found no clearly quicker time, or when the budget of time
-    is spent. A prompt's first step may have no time (`last_row.needs_no_forward`).
+    is spent. A prompt's first step may have no time (`last_row.has_own_time`).
     """
     *before, last = rounds
     known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last

@@ -45,8 +45,9 @@ class NativeLibrary:
     brief call itself.
 
     level: the best instructions that this processor has: 4 AMX, 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2
-    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that products
-    of rows and weights in bfloat16 have an arithmetic of their own at level 4 (amx.h).
+    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that level 4
+    has an arithmetic of its own (amx.h): for rows and weights in bfloat16, and for attention to keys and values in
+    bfloat16.
     """
 
     code: ctypes.CDLL
@@ -54,9 +55,16 @@ class NativeLibrary:
     level: int
     serving: int
 
+    def find_level(self, dtype: torch.dtype) -> int:
+        """Return the level that serves a model in `dtype`.
+
+        Only models in bfloat16 have the arithmetic of level 4, whatever form keys and values are kept in.
+        """
+        return self.serving if dtype == torch.bfloat16 else min(self.serving, PAIRS)
+
     def name_arithmetic(self, dtype: torch.dtype) -> str:
-        """Return a name of the arithmetic of products that serve here, of rows and weights in `dtype`."""
-        return "native-amx" if self.serving >= TILES and dtype == torch.bfloat16 else "native"
+        """Return a name of the arithmetic that serves a model in `dtype` here."""
+        return "native-amx-attention" if self.find_level(dtype) >= TILES else "native"
 
 
 def is_enabled() -> bool:
