@@ -103,7 +103,10 @@ async def test_the_time_of_a_step_has_the_wait_for_the_device_in_it(driver, monk
     read, waits = LaunchedPicks.read, 0.005
     monkeypatch.setattr(LaunchedPicks, "read", lambda self: (time.sleep(waits), read(self))[1])
     outcomes = await went(driver, *await opened(driver), steps=4)
-    assert all(outcome.ns >= waits * 1e9 for _, outcome in outcomes)
+    # A GPU may have the last chunk of a prompt before it in the first step's time, which is then not reported.
+    times = [outcome.ns for _, outcome in outcomes if outcome.ns]
+    assert len(times) >= len(outcomes) * 3 // 4
+    assert all(time >= waits * 1e9 for time in times)
 
 
 async def test_penalties_see_what_was_picked_alone(driver):
