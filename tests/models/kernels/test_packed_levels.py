@@ -162,6 +162,17 @@ def test_many_rows_are_multiplied_with_registers_while_that_was_quicker(name, co
         assert not triton_ahead.is_unpacked_in_registers(65, weight, torch.float16)
 
 
+@pytest.mark.parametrize(("name", "least"), [("Q4_K", 512), ("AWQ", 512), ("FP8", None), ("Q8_0", None)])
+def test_many_rows_of_a_chain_are_multiplied_with_shared_memory_where_that_was_quicker(name, least) -> None:
+    packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
+    many = evolve(packed, outputs=triton_packed.FEW)
+    for count in (65, 511, 512, 4096):
+        found = triton_ahead.is_unpacked_to_shared(count, many, torch.bfloat16)
+        assert found == (least is not None and count >= least)
+        assert not triton_ahead.is_unpacked_to_shared(count, packed, torch.bfloat16)
+        assert not triton_ahead.is_unpacked_to_shared(count, many, torch.float16)
+
+
 @pytest.mark.parametrize(
     ("outputs", "count", "rows"),
     [(4096, 256, 64), (4096, 512, 128), (6144, 128, 64), (6144, 256, 128), (24576, 256, 128), (24576, 512, 256)],

@@ -32,8 +32,7 @@ _SHARED_BYTES = 192 << 10  # the same for rows of x and unpacked weights
 _STEP = 64  # columns of a step of these
 _ROUND = 128  # columns that are unpacked at a time
 _PACKED_BYTES = 20 << 10  # of shared memory for their words and levels
-# The fewest rows for which it is quicker to unpack to shared memory, of a chain and of pieces; 0: it never is.
-_SHARED_ROWS = {"uint4": (512, 2048)}
+_SHARED_ROWS = {"uint4": 512}  # the fewest of a chain for which it is quicker to unpack to shared memory (decision 064)
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
@@ -257,10 +256,10 @@ def multiply_wide_ahead(
 
 def is_unpacked_to_shared(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
     """Return whether products of so many rows are quicker if some warps of each program unpack its weights to shared
-    memory. Only formats that were measured are.
+    memory. Only formats that were measured are. In pieces none is.
     """
-    least = _SHARED_ROWS.get(weight.layout.steps, (0, 0))[weight.pieces > 1]
-    return dtype == torch.bfloat16 and 0 < least <= count
+    least = _SHARED_ROWS.get(weight.layout.steps, 0)
+    return dtype == torch.bfloat16 and weight.pieces == 1 and 0 < least <= count
 
 
 def multiply_wide_shared(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
