@@ -96,7 +96,7 @@ class CpuKernels(ComposedOperations):
         self._tunings: dict[tuple[str, int], ThreadTuning] = {}
         self._logits_of: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
         self._heads = CpuHeads(self._rows)
-        self._own_attention = NativeAttention(found, found.serving, dtype) if found is not None and fits else None
+        self._own_attention = NativeAttention(found, found.find_level(dtype), dtype) if found and fits else None
         self._attention = CpuAttention(self, dtype, plan)
         self._own_rule = NativeDelta(found, found.serving) if found is not None and fits else None
         in_c = plan is None or all(served.way == NATIVE for served in plan.deltas)

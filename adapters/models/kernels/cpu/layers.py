@@ -55,7 +55,7 @@ def fuse_layers(
         norms = (layer.input_norm.contiguous(), layer.post_norm.contiguous())
         rest = (layer.k_cache, layer.v_cache, layer.before, layer.mask)
         found.append(NativeLayer(norms[0], projection, out, norms[1], gate_up, down, prep, layer.eps, *rest))
-    return NativeLayers(native, native.serving, found, rope, rows, dtype, embedding)
+    return NativeLayers(native, native.find_level(dtype), found, rope, rows, dtype, embedding)
 
 
 def fuse_context(

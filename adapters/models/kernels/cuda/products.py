@@ -45,7 +45,7 @@ class CudaProducts:
         self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0, is_beside: bool = False
     ) -> None:
         """Write x @ w.T to out. gated: see `CudaWeight`. piece: columns of which the sum is one chain, whatever the
-        number of rows; 0: all. is_beside: the kernel before this one lets the next one run beside it.
+        number of rows; 0: all. is_beside: the kernel before this one lets the next one run at the same time.
         """
         if self.hopper and piece:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
@@ -101,7 +101,7 @@ class CudaProducts:
         grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
         descriptors = describe_blocks(x, tile.rows, tile.depth), describe_blocks(w, tile.columns, tile.depth)
         sizes = (count, columns, depth, piece, out.stride(0))
-        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
+        options = launch_options(4, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, is_beside: bool) -> None:

@@ -119,11 +119,11 @@ def _share_pair_scales(levels, words, power, FORM: gl.constexpr):
     the scales of one of the four words, and the others get them from it.
     """
     LAYOUT: gl.constexpr = words.type.layout
-    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    lane = gl.arange(0, 4, layout=LANE)[None, None, :, None]
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT))))
+    lane = gl.arange(0, 4, layout=LANE)[None, None, None, :, None]
     both = scales_of_words(levels, lane, power, FORM)
-    both = gl.convert_layout(both.reshape(both.shape[:3]), gl.SliceLayout(2, LAYOUT))
-    return _part_scales(both[:, :, None, :])
+    both = gl.convert_layout(both.reshape(both.shape[:4]), gl.SliceLayout(3, LAYOUT))
+    return _part_scales(both[:, :, :, None, :])
 
 
 @gluon.jit
@@ -331,15 +331,13 @@ def numbers_of(
 
 
 @gluon.jit
-def weights_of(
-    packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr, SHARES: gl.constexpr = False
-):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order. SCALED, SHARES: as in `numbers_of`.
+    left side of a product, in another order. SCALED: as in `numbers_of`.
     """
     words, levels = packed
     n, _, c = coordinates
-    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED, SHARES)
+    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED)
     return order_columns(found, FORM)
 
 

@@ -221,6 +221,165 @@ static void multiply_amx(
         );
 }
 
+// What attention makes of its operands for such products. A float32 becomes the sum of two bfloat16: the nearest one,
+// and the one nearest to what that lacks. So a product with keys or values in bfloat16 is two products, added in one sum.
+static FOR_BLOCKS void split_floats(const float *restrict from, long count, uint16_t *restrict upper, uint16_t *restrict lower) {
+    for (long i = 0; i < count; i++) {
+        upper[i] = rounded(from[i]);
+        lower[i] = rounded(from[i] - widened(upper[i]));
+    }
+}
+
+#define UPPER_OF(words) _mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000))
+#define PAIR_OF(one, other) _mm512_or_si512(_mm512_srli_epi32(one, 16), UPPER_OF(other))
+#define NEAREST(words) _mm512_add_epi32(words, _mm512_set1_epi32(0x8000)) // its upper half; of two the larger one
+#define REST_OF(words, upper)                                                                                          \
+    _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(words), _mm512_castsi512_ps(UPPER_OF(upper))))
+
+// 2^x of numbers that are not above zero, within two units in the last place (the polynomial of Cephes' exp2f). Zero where
+// that is no normal number, and NaN of NaN.
+static inline __attribute__((always_inline)) FOR_BLOCKS __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); // of what is no number the second operand
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), r = _mm512_sub_ps(x, whole);
+    __m512 found = _mm512_set1_ps(1.535336188319500e-4f);
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(1.339887440266574e-3f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(9.618437357674640e-3f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(5.550332471162809e-2f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(2.402264791363012e-1f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(6.931472028550421e-1f));
+    found = _mm512_fmadd_ps(found, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(found, whole);
+}
+
+// Lane 0 has the sum of all lanes, added up in pairs as ON(summed) does.
+static inline __attribute__((always_inline)) FOR_BLOCKS float sum_lanes(__m512 sums) {
+    sums = _mm512_add_ps(sums, _mm512_shuffle_f32x4(sums, sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_shuffle_f32x4(sums, sums, 0xb1));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    return _mm512_cvtss_f32(sums);
+}
+
+static inline __attribute__((always_inline)) FOR_BLOCKS float greatest_lane(__m512 most) {
+    most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0x4e));
+    most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0xb1));
+    most = _mm512_max_ps(most, _mm512_permute_ps(most, 0x4e));
+    most = _mm512_max_ps(most, _mm512_permute_ps(most, 0xb1));
+    return _mm512_cvtss_f32(most);
+}
+
+// As ON(weigh), but weights are split, in place: KEYS / 2 words of upper halves, and as many of lower ones. A word has two
+// keys that are 16 apart, which takes fewer instructions than neighbours. Subnormal numbers are zeros here.
+static FOR_BLOCKS void weigh_split(float *scores, long low, long high, long count, float *found) {
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 of[KEYS / 16], most = none, sums = _mm512_setzero_ps();
+    const long stop = high < count ? high : count;
+#pragma GCC unroll 8
+    for (int i = 0; i < KEYS / 16; i++) {
+        const long first = low - 16 * i, last = stop - 16 * i;
+        of[i] = none;
+        if (last <= 0 || first >= 16) continue;
+        const __mmask16 seen = (__mmask16)((last < 16 ? (1u << last) - 1 : 0xffff) & (first > 0 ? 0xffffu << first : 0xffff));
+        of[i] = _mm512_mask_loadu_ps(none, seen, scores + 16 * i);
+        most = _mm512_max_ps(of[i], most); // what is no number is left out
+    }
+    found[0] = greatest_lane(most);
+    most = _mm512_set1_ps(found[0]);
+#pragma GCC unroll 4
+    for (int i = 0; i < KEYS / 32; i++) {
+        __m512i nearest[2], rest[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const __m512 weights = power_of_two(
+                _mm512_mul_ps(_mm512_sub_ps(of[2 * i + half], most), _mm512_set1_ps(1.44269504088896341f))
+            );
+            sums = _mm512_add_ps(sums, weights);
+            nearest[half] = NEAREST(_mm512_castps_si512(weights));
+            rest[half] = NEAREST(REST_OF(_mm512_castps_si512(weights), nearest[half]));
+        }
+        _mm512_storeu_si512(scores + 16 * i, PAIR_OF(nearest[0], nearest[1]));
+        _mm512_storeu_si512(scores + KEYS / 2 + 16 * i, PAIR_OF(rest[0], rest[1]));
+    }
+    found[1] = sum_lanes(sums);
+}
+
+// 16 rows' words from `from` on, `width` words apart -> 16 rows of one word of each, 32 words apart. rows, columns: of those
+// that are there; zeros stand for missing rows.
+static inline __attribute__((always_inline)) FOR_BLOCKS void turn_square(
+    const uint32_t *from, long width, long rows, long columns, uint32_t *to
+) {
+    __m512i r[16], t[16];
+    const __mmask16 there = (__mmask16)(columns < 16 ? (1u << columns) - 1 : 0xffff);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_maskz_loadu_epi32(there, from + i * width) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i first = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x44), second = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xee);
+        const __m512i third = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x44);
+        const __m512i fourth = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xee);
+        t[i] = _mm512_shuffle_i32x4(first, third, 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(first, third, 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(second, fourth, 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(second, fourth, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        if (i < columns) _mm512_storeu_si512(to + 32 * i, t[i]);
+}
+
+// keys: `count` rows of `words` words -> panels of 32 keys, [panels, words, 32]; zeros for keys that are not there.
+static FOR_BLOCKS void turn_words(const uint32_t *keys, long words, long count, uint32_t *panels) {
+    for (long first = 0; first < count; first += 32, panels += 32 * words)
+        for (long half = 0; half < 32; half += 16)
+            for (long start = 0; start < words; start += 16)
+                turn_square(
+                    keys + (first + half) * words + start, words, count - first - half, words - start,
+                    panels + start * 32 + half
+                );
+}
+
+// values: `count` rows of `size` numbers -> panels of 32 of these, [panels, pairs, 32]. A word has the numbers of two rows,
+// as weigh_split has it. pairs: whole blocks, zeros where no row is.
+static FOR_BLOCKS void pair_rows(const uint16_t *values, long size, long count, long pairs, uint32_t *panels) {
+    static const uint16_t none[WIDEST];
+    for (long start = 0; start < size; start += 32, panels += 32 * pairs) {
+        const long there = size - start < 32 ? size - start : 32;
+        if (there < 32) memset(panels, 0, (size_t)pairs * 32 * sizeof(uint32_t));
+        for (long pair = 0; pair < pairs; pair++) {
+            const long row = pair / BLOCK * 2 * BLOCK + pair % BLOCK;
+            const uint16_t *const first = row < count ? values + row * size + start : none;
+            const uint16_t *const second = row + BLOCK < count ? values + (row + BLOCK) * size + start : none;
+            uint32_t *const to = panels + 32 * pair;
+            if (there == 32)
+                for (long i = 0; i < 32; i++) to[i] = (uint32_t)first[i] | (uint32_t)second[i] << 16;
+            else
+                for (long i = 0; i < there; i++) to[i] = (uint32_t)first[i] | (uint32_t)second[i] << 16;
+        }
+    }
+}
+
+// Rows that were split, the lower part `apart` words behind the upper one, with panels of pairs.
+static void multiply_split(
+    long rows, int panels, const float *x, long stride, long apart, const float *w, long words, float *sums, long width
+) {
+    for (int part = 0; part < 2; part++)
+        multiply_amx(
+            rows, panels, FLOATS, x + part * apart, stride, (const char *)w, words * 128, words, sums, width, part
+        );
+}
+
 #define COMPARED 32 // rows; and twice as many terms
 
 // Whether tiles add as blocks do, which Intel documents, but other makers need not. Numbers are of many magnitudes; in some

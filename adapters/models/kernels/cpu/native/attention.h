@@ -2,8 +2,11 @@
 // zero, with the greatest score and the sum of weights there, by chains over ascending terms as in every product
 // (tiles.h). Tiles stand at multiples of KEYS and are joined in ascending order. So a row's bits depend neither on the
 // rows that are computed with it nor on the threads that compute tiles.
+//
+// At level 4 products with keys and values in bfloat16 are those of amx.h, of queries and weights that are split.
 #define ASKING 96      // queries that go over a tile together: its keys and values are made ready once for all of them
 #define SCORED (KEYS + 16) // room for a row's scores: rows never a power of two apart
+#define JOINED 4        // rows whose tiles are joined by several threads
 #define PARTS (1L << 22) // numbers that tiles which are shared out may leave behind
 
 typedef struct {
@@ -16,8 +19,10 @@ typedef struct {
     float cap;          // scores become cap * tanh(score / cap); 0: they stay
     void *out;
     int key_form, value_form, out_brain;
+    int pairs; // are products those of amx.h
     const long *blocks; // first rows of those that go together, and how many they are
     long tiles, asking; // tiles that are shared out one by one, and the most queries that go over one; or no tiles
+    long joins;         // parts of a block's rows, whose tiles are joined one by one
     float *parts;       // what is found in tiles that are shared out
     atomic_int failed;
 } attention_t;
@@ -76,6 +81,70 @@ static const char *dense_rows(
     return (const char *)bench->rows;
 }
 
+// The scores of keys: every query times each of them.
+static void score_keys(const attention_t *job, const bench_t *bench, long asking, const char *keys, long count, int form) {
+    const long size = job->size, width = size + 16;
+    const int panels = (int)((count + 31) / 32);
+#if defined(__x86_64__)
+    if (job->pairs) {
+        turn_words((const uint32_t *)keys, size / 2, count, (uint32_t *)bench->keys);
+        multiply_split(asking, panels, bench->queries, width, size / 2, bench->keys, size / 2, bench->scores, SCORED);
+        return;
+    }
+#endif
+    job->isa->turn(keys, size, count, bench->keys, form);
+    job->isa->multiply(
+        asking, panels, FLOATS, bench->queries, width, (const char *)bench->keys, size * 128, size, bench->scores, SCORED, 0
+    );
+}
+
+// Every query's scores become weights of the keys from `start` on that its row sees.
+static void weigh_keys(
+    const attention_t *job, const bench_t *bench, long row, long asking, long start, long count, float *parts
+) {
+#if defined(__x86_64__)
+    const unsigned before = job->pairs ? without_subnormals() : 0;
+#endif
+    for (long i = 0; i < asking; i++, parts += part_of(job->size)) {
+        float *const scores = bench->scores + i * SCORED;
+        const long low = job->lows ? job->lows[row + i / job->group] - start : -start;
+        const long high = job->highs[row + i / job->group] - start;
+        if (job->cap > 0.0f) cap_scores(scores, count, job->cap);
+#if defined(__x86_64__)
+        if (job->pairs) {
+            weigh_split(scores, low, high, count, parts);
+            continue;
+        }
+#endif
+        job->isa->weigh(scores, low, high, count, parts);
+    }
+#if defined(__x86_64__)
+    if (job->pairs) as_before(before);
+#endif
+}
+
+// Every query's weights times the values.
+static void weigh_values(
+    const attention_t *job, const bench_t *bench, long asking, const char *values, long count, int form
+) {
+    const long size = job->size, columns = columns_of(size);
+#if defined(__x86_64__)
+    if (job->pairs) {
+        const long all = (count + 31) / 32 * 32;
+        pair_rows((const uint16_t *)values, size, count, all / 2, (uint32_t *)bench->values);
+        multiply_split(
+            asking, (int)(columns / 32), bench->scores, SCORED, KEYS / 2, bench->values, all / 2, bench->products, columns
+        );
+        return;
+    }
+#endif
+    job->isa->align(values, size, count, bench->values, form);
+    job->isa->multiply(
+        asking, (int)(columns / 32), FLOATS, bench->scores, SCORED, (const char *)bench->values, count * 128, count,
+        bench->products, columns, 0
+    );
+}
+
 // The results of some rows' queries over one tile.
 static void over_tile(
     const attention_t *job, const bench_t *bench, long row, long rows, long head, long tile, long stop, float *parts
@@ -85,22 +154,10 @@ static void over_tile(
     const long from = job->slots[row] * job->slot + head * job->head + start * job->apart;
     int key_form = job->key_form, value_form = job->value_form;
     const char *const keys = dense_rows(job, bench, job->keys + from, count, &key_form);
-    job->isa->turn(keys, size, count, bench->keys, key_form);
-    job->isa->multiply(
-        asking, (int)((count + 31) / 32), FLOATS, bench->queries, size + 16, (const char *)bench->keys, size * 128, size,
-        bench->scores, SCORED, 0
-    );
-    for (long i = 0; i < asking; i++) {
-        const long low = job->lows ? job->lows[row + i / group] : 0, high = job->highs[row + i / group];
-        if (job->cap > 0.0f) cap_scores(bench->scores + i * SCORED, count, job->cap);
-        job->isa->weigh(bench->scores + i * SCORED, low - start, high - start, count, parts + i * part_of(size));
-    }
+    score_keys(job, bench, asking, keys, count, key_form);
+    weigh_keys(job, bench, row, asking, start, count, parts);
     const char *const values = dense_rows(job, bench, job->values + from, count, &value_form);
-    job->isa->align(values, size, count, bench->values, value_form);
-    job->isa->multiply(
-        asking, (int)(columns / 32), FLOATS, bench->scores, SCORED, (const char *)bench->values, count * 128, count,
-        bench->products, columns, 0
-    );
+    weigh_values(job, bench, asking, values, count, value_form);
     for (long i = 0; i < asking; i++)
         memcpy(parts + i * part_of(size) + 2, bench->products + i * columns, (size_t)size * sizeof(float));
 }
@@ -161,7 +218,14 @@ static void attend_unit(void *of, long unit) {
     }
     for (long i = 0; i < asking; i++) {
         const float *const from = job->queries + (((row + i / job->group) * job->kv + head) * job->group + i % job->group) * size;
-        memcpy(bench.queries + i * (size + 16), from, (size_t)size * sizeof(float));
+        float *const to = bench.queries + i * (size + 16);
+#if defined(__x86_64__)
+        if (job->pairs) {
+            split_floats(from, size, (uint16_t *)to, (uint16_t *)(to + size / 2));
+            continue;
+        }
+#endif
+        memcpy(to, from, (size_t)size * sizeof(float));
     }
     if (only >= 0) {
         float *const parts = job->parts + unit * job->asking * part_of(size);
@@ -175,11 +239,14 @@ static void attend_unit(void *of, long unit) {
     put_out(job, row, rows, head, bench.joined);
 }
 
-// Joins the results of tiles that several threads computed, in the order of tiles.
-static void join_shared(void *of, long pair) {
+// Joins the results of tiles that several threads computed, in the order of tiles. unit: a block and a head of keys, as in
+// attend_unit, and a part of the block's rows.
+static void join_shared(void *of, long unit) {
     attention_t *const job = of;
-    const long row = job->blocks[2 * (pair / job->kv)], rows = job->blocks[2 * (pair / job->kv) + 1];
-    const long each = job->asking * part_of(job->size);
+    const long pair = unit / job->joins, part = unit % job->joins, all = job->blocks[2 * (pair / job->kv) + 1];
+    const long block = job->blocks[2 * (pair / job->kv)], row = block + all * part / job->joins;
+    const long rows = block + all * (part + 1) / job->joins - row, width = part_of(job->size);
+    const float *const found = job->parts + pair * job->tiles * job->asking * width + (row - block) * job->group * width;
     long first, stop;
     bench_t bench;
     seen_of(job, row, rows, &first, &stop);
@@ -188,7 +255,7 @@ static void join_shared(void *of, long pair) {
         return;
     }
     for (long tile = first; tile * KEYS < stop; tile++)
-        join_tile(job, row, rows, tile, job->parts + (pair * job->tiles + tile) * each, bench.joined);
+        join_tile(job, row, rows, tile, found + tile * job->asking * width, bench.joined);
     put_out(job, row, rows, pair % job->kv, bench.joined);
 }
 
@@ -223,7 +290,8 @@ int rekindle_attend(
     }
     const long pairs = count * kv, tiles = (stop + KEYS - 1) / KEYS, asking = widest * group;
     attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot,
-                       head, apart, sinks, cap, out, key_form, value_form, out_brain, blocks, 0, asking, NULL, 0};
+                       head, apart, sinks, cap, out, key_form, value_form, out_brain, 0, blocks, 0, asking, 1, NULL, 0};
+    job.pairs = level >= 4 && key_form == BRAINS && value_form == BRAINS && size % 2 == 0;
     const long left = pairs * tiles * asking * part_of(size);
     if (threads > 1 && tiles > 1 && pairs < 2L * threads && left <= PARTS) {
         if (part_room < left) {
@@ -235,7 +303,8 @@ int rekindle_attend(
         job.tiles = tiles;
         job.parts = parts;
         share(threads, pairs * tiles, attend_unit, &job);
-        if (!atomic_load(&job.failed)) share(threads, pairs, join_shared, &job);
+        if (widest >= JOINED) job.joins = threads < widest ? threads : widest;
+        if (!atomic_load(&job.failed)) share(threads, pairs * job.joins, join_shared, &job);
     } else {
         share(threads, pairs, attend_unit, &job);
     }

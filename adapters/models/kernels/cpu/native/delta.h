@@ -29,8 +29,8 @@ void rekindle_convolve(
 ) {
     const convolve_t convolve = {mixed, stride, channels, key_heads, key_size, taps, slots,
                                  positions, bases, conv, inputs, out, brain};
-    rows_t job = {isa_of(level), &convolve, rows, CONVOLVE};
-    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
+    rows_t job = {isa_of(level), &convolve, rows, TOGETHER, CONVOLVE};
+    share_rows(&job, threads);
     for (long i = 0; i < segments; i++) convolve_end(&convolve, counts, firsts[i], settles, conv, inputs);
 }
 
@@ -67,8 +67,8 @@ void rekindle_delta(
 ) {
     delta_t delta = {isa_of(level), convolved, projected, stride, key_heads, heads, key_size, size, rate, dt_bias, slots, positions,
                      bases, counts, firsts, memory, keys, deltas, decays, gates, out, brain, settles};
-    rows_t job = {delta.isa, &delta, rows, GATES};
-    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
+    rows_t job = {delta.isa, &delta, rows, TOGETHER, GATES};
+    share_rows(&job, threads);
     recur_all(&delta, segments, threads);
     for (long i = 0; i < segments; i++) recur_end(&delta, firsts[i]);
 }
@@ -93,6 +93,6 @@ void rekindle_gated(
     int brain, float eps, int threads, int level
 ) {
     const gated_t gated = {x, gate, stride, heads, size, weight, out, brain, eps};
-    rows_t job = {isa_of(level), &gated, rows, GATED};
-    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
+    rows_t job = {isa_of(level), &gated, rows, TOGETHER, GATED};
+    share_rows(&job, threads);
 }

@@ -223,9 +223,12 @@ static void weigh_tokens(const drawing_t *job, const draw_t *draw, const float *
     }
 }
 
-static const float *masked(const draw_t *draw, const float *logits, long vocabulary, float *to) {
+static const float *masked(const drawing_t *job, const draw_t *draw, const float *logits, float *to) {
+    const long vocabulary = job->vocabulary;
     if (draw->known < 0) return logits;
-    for (long i = 0; i < vocabulary; i++)
+    const long whole = draw->known < vocabulary / 8 ? draw->known * 8 : vocabulary / 8 * 8;
+    job->isa->allow(logits, draw->mask, whole, to);
+    for (long i = whole; i < vocabulary; i++)
         to[i] = i / 8 < draw->known && draw->mask[i / 8] >> (i % 8) & 1 ? logits[i] : -INFINITY;
     return to;
 }
@@ -244,12 +247,12 @@ static void draw_row(void *of, long row) {
     draw->lowest = lowest;
     draw->highest = peak;
     if (!isfinite(lowest) || !isfinite(peak)) return; // nobody asks for more
-    const float *const logits = masked(draw, draw->used, job->vocabulary, desk->masked);
+    const float *const logits = masked(job, draw, draw->used, desk->masked);
     if (draw->known >= 0) job->isa->extremes(logits, job->vocabulary, &lowest, &peak);
     if (peak == -INFINITY) return; // none may follow
     while (draw->token < job->vocabulary - 1 && logits[draw->token] != peak) draw->token++;
     if (draw->temperature > 0.0) draw_from(job, draw, logits, peak, draw->token, desk);
-    if (draw->most >= 0) weigh_tokens(job, draw, masked(draw, draw->raw, job->vocabulary, desk->masked), desk);
+    if (draw->most >= 0) weigh_tokens(job, draw, masked(job, draw, draw->raw, desk->masked), desk);
 }
 
 // A token of each row, for draws[rows]. factors: 2^(i / 256), i < 256. Returns -1 where there is no memory.

@@ -148,6 +148,7 @@ static FOR void ON(weigh)(float *scores, long low, long high, long count, float 
 #pragma GCC unroll 1
         for (int lane = 0; lane < 16; lane++)
             most[lane] = scores[start + lane] > most[lane] ? scores[start + lane] : most[lane];
+#pragma GCC unroll 4
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++)
             most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];
@@ -164,7 +165,9 @@ static FOR void ON(weigh)(float *scores, long low, long high, long count, float 
 // Zero is added to what a part found, since behind it keys of no weight may have been read, which make +0 of -0.
 static FOR void ON(join)(float *of, const float *part, long size, int first) {
     const float most = first || part[0] > of[0] ? part[0] : of[0];
-    const float before = first ? 0.0f : weight_of(of[0] - most), now = first ? 1.0f : weight_of(part[0] - most);
+    // One of both is e^0, which is 1.
+    const float apart = of[0] - part[0], less = weight_of(apart < 0.0f ? apart : -apart);
+    const float before = first ? 0.0f : apart < 0.0f ? less : 1.0f, now = first || apart < 0.0f ? 1.0f : less;
     of[0] = most;
     of[1] = first ? part[1] : of[1] * before + part[1] * now;
     if (first)
@@ -180,7 +183,7 @@ static FOR void ON(finish)(const float *of, long size, void *out, long to, int b
 static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare),
                                ON(hadamard), ON(unpack), ON(turn), ON(align), ON(weigh), ON(join), ON(finish),
                                ON(convolve), ON(gates),  ON(recur), ON(gated), LANES, ON(multiply_packed), ON(expand),
-                               ON(fix), ON(multiply_fixed), ON(extremes), ON(weights), ON(likely)};
+                               ON(fix), ON(multiply_fixed), ON(extremes), ON(allow), ON(weights), ON(likely)};
 
 #undef ON
 #undef FOR

@@ -230,17 +230,29 @@ int rekindle_context(
     return 0;
 }
 
+typedef struct {
+    const isa_t *isa;
+    const uint16_t *from;
+    float *to;
+    long width;
+} wide_rows_t;
+
+static void widen_row(void *of, long row) {
+    const wide_rows_t *const job = of;
+    job->isa->widen(job->from + row * job->width, job->to + row * job->width, job->width);
+}
+
 // logits[rows, outputs]: what a head makes of the RMSNorm of rows, rounded as rows are, in float32.
 int rekindle_logits(
     const layer_t *head, void *rows_in, long rows, long width, int brain, float *logits, int threads, int level
 ) {
     const decoder_t decoder = {.width = width, .brain = brain};
-    const long count = rows * head->projection.outputs;
     way_t way;
     if (way_of(&way, &decoder, head, 1, rows)) return -1;
     rekindle_norm(rows_in, NULL, head->input_norm, way.normed, rows, width, brain, head->weight_brain, head->eps, threads, level);
     if (multiply_matrix(&head->projection, way.normed, brain ? way.projected : (char *)logits, rows, brain, threads, level))
         return -1;
-    if (brain) isa_of(level)->widen((const uint16_t *)way.projected, logits, count);
+    wide_rows_t wide = {isa_of(level), (const uint16_t *)way.projected, logits, head->projection.outputs};
+    if (brain) share(threads, rows, widen_row, &wide);
     return 0;
 }

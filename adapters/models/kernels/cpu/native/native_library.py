@@ -45,8 +45,9 @@ class NativeLibrary:
     brief call itself.
 
     level: the best instructions that this processor has: 4 AMX, 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2
-    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that products
-    of rows and weights in bfloat16 have an arithmetic of their own at level 4 (amx.h).
+    with FMA, 0 none of these. serving: the level that serves here. All levels give the same bits, except that level 4
+    has an arithmetic of its own (amx.h): for rows and weights in bfloat16, and for attention to keys and values in
+    bfloat16.
     """
 
     code: ctypes.CDLL
@@ -54,9 +55,16 @@ class NativeLibrary:
     level: int
     serving: int
 
+    def find_level(self, dtype: torch.dtype) -> int:
+        """Return the level that serves a model in `dtype`.
+
+        Only models in bfloat16 have the arithmetic of level 4, whatever form keys and values are kept in.
+        """
+        return self.serving if dtype == torch.bfloat16 else min(self.serving, PAIRS)
+
     def name_arithmetic(self, dtype: torch.dtype) -> str:
-        """Return a name of the arithmetic of products that serve here, of rows and weights in `dtype`."""
-        return "native-amx" if self.serving >= TILES and dtype == torch.bfloat16 else "native"
+        """Return a name of the arithmetic that serves a model in `dtype` here."""
+        return "native-amx-attention" if self.find_level(dtype) >= TILES else "native"
 
 
 def is_enabled() -> bool:
@@ -109,6 +117,26 @@ def declare_products(code: ctypes.CDLL) -> None:
     code.rekindle_choose.restype = None
     code.rekindle_expect_loop.argtypes = [size]
     code.rekindle_expect_loop.restype = None
+
+
+def declare_frames(code: ctypes.CDLL) -> None:
+    """Declare what frames.h has."""
+    number = ctypes.c_int
+    pointer = ctypes.c_void_p
+    size = ctypes.c_long
+    name = ctypes.c_char_p
+    code.rekindle_frame_bytes.argtypes = [size]
+    code.rekindle_frame_bytes.restype = size
+    code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
+    code.rekindle_pack_frame.restype = None
+    code.rekindle_read_frames.argtypes = [number, size, pointer, size, size, pointer]
+    code.rekindle_read_frames.restype = size
+    code.rekindle_read_file.argtypes = [name, size, size, pointer, size, pointer, size, size, pointer]
+    code.rekindle_read_file.restype = size
+    code.rekindle_begin_file.argtypes = [name, size, pointer, size, size, pointer]
+    code.rekindle_begin_file.restype = number
+    code.rekindle_end_file.argtypes = [number, name, name, number, name, size, name, size]
+    code.rekindle_end_file.restype = number
 
 
 def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
@@ -166,14 +194,9 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
-    code.rekindle_frame_bytes.argtypes = [size]
-    code.rekindle_frame_bytes.restype = size
-    code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
-    code.rekindle_pack_frame.restype = None
-    code.rekindle_read_frame.argtypes = [number, size, size, pointer, size]
-    code.rekindle_read_frame.restype = size
     brief = ctypes.PyDLL(str(folder / FILE))
     for calls in (code, brief):
+        declare_frames(calls)
         calls.rekindle_match_texts.argtypes = [pointer, size]
         calls.rekindle_match_texts.restype = None
         calls.rekindle_find_branch.argtypes = [pointer, size]

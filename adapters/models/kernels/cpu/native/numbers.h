@@ -310,6 +310,7 @@ struct isa { // one instruction set's
         long, int, const packed_t *, const int16_t *, long, const char *, long, long, float *, long, int, const fixed_t *, long
     );
     int (*extremes)(const float *, long, float *, float *);
+    void (*allow)(const float *, const uint8_t *, long, float *);
     void (*weights)(const float *, long, double, double, const double *, int64_t *);
     uint64_t (*likely)(const float *, long, double, double, uint64_t, const int64_t *);
 };

@@ -1,19 +1,42 @@
 // The parts of drawing that look at every token of a vocabulary, in the instructions that the including file names (see
 // tiles.h). Sums are of integers, and every operation on a number is rounded by itself.
 
-// Returns 0 where some logit is no number.
+// Returns 0 where some logit is no number. In 16 lanes: compilers make no vectors of one least and one largest number.
 static FOR int ON(extremes)(const float *logits, long count, float *lowest, float *highest) {
-    float low = logits[0], high = logits[0];
-    int odd = 0;
-    for (long i = 0; i < count; i++) {
-        const float one = logits[i];
-        low = one < low ? one : low;
-        high = one > high ? one : high;
-        odd |= one != one;
+    float low[16], high[16];
+    int odd[16] = {0}, any = 0;
+    for (int lane = 0; lane < 16; lane++) low[lane] = high[lane] = logits[0];
+    const long whole = count / 16 * 16;
+    for (long start = 0; start < whole; start += 16)
+#pragma GCC unroll 1
+        for (int lane = 0; lane < 16; lane++) {
+            const float one = logits[start + lane];
+            low[lane] = one < low[lane] ? one : low[lane];
+            high[lane] = one > high[lane] ? one : high[lane];
+            odd[lane] |= one != one;
+        }
+    for (long i = whole; i < count; i++) {
+        low[0] = logits[i] < low[0] ? logits[i] : low[0];
+        high[0] = logits[i] > high[0] ? logits[i] : high[0];
+        odd[0] |= logits[i] != logits[i];
     }
-    *lowest = low;
-    *highest = high;
-    return !odd;
+    for (int lane = 0; lane < 16; lane++) {
+        low[0] = low[lane] < low[0] ? low[lane] : low[0];
+        high[0] = high[lane] > high[0] ? high[lane] : high[0];
+        any |= odd[lane];
+    }
+    *lowest = low[0];
+    *highest = high[0];
+    return !any;
+}
+
+// Logits of tokens whose bit is set, and minus infinity for others. count: tokens, a multiple of 8.
+static FOR void ON(allow)(const float *logits, const uint8_t *mask, long count, float *to) {
+    for (long first = 0; first < count; first += 8) {
+        const uint32_t bits = mask[first / 8];
+#pragma GCC unroll 1
+        for (int bit = 0; bit < 8; bit++) to[first + bit] = bits & 1u << bit ? logits[first + bit] : -INFINITY;
+    }
 }
 
 // weights[i] = round(exp((logits[i] - peak) / temperature) * 2^42), by the operations of adapters/models/kernels/functions/exact_exp.py.

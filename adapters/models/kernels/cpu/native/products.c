@@ -548,17 +548,18 @@ int rekindle_product(
 }
 
 #define TOGETHER 16 // rows that a thread takes at once
+#define HEADS_TOGETHER 4 // and of the preparation of heads, which takes longer than to share a loop
 
 typedef struct {
     const isa_t *isa;
     const void *of;
-    long rows;
+    long rows, together;
     enum { NORM, HEADS, CONVOLVE, GATES, GATED } what;
 } rows_t;
 
 static void some_rows(void *of, long part) {
     const rows_t *const job = of;
-    for (long row = part * TOGETHER; row < job->rows && row < (part + 1) * TOGETHER; row++) switch (job->what) {
+    for (long row = part * job->together; row < job->rows && row < (part + 1) * job->together; row++) switch (job->what) {
         case NORM: job->isa->norm(job->of, row); break;
         case HEADS: job->isa->prepare(job->of, row); break;
         case CONVOLVE: job->isa->convolve(job->of, row); break;
@@ -567,14 +568,18 @@ static void some_rows(void *of, long part) {
         }
 }
 
+static void share_rows(rows_t *job, int threads) {
+    share(threads, (job->rows + job->together - 1) / job->together, some_rows, job);
+}
+
 // residual[rows, width] += delta (if there is one), then out = the RMSNorm of it times weight[width].
 void rekindle_norm(
     void *residual, const void *delta, const void *weight, void *out, long rows, long width, int brain,
     int weight_brain, float eps, int threads, int level
 ) {
     const norm_t norm = {residual, delta, weight, out, width, brain, weight_brain, eps};
-    rows_t job = {isa_of(level), &norm, rows, NORM};
-    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
+    rows_t job = {isa_of(level), &norm, rows, TOGETHER, NORM};
+    share_rows(&job, threads);
 }
 
 // Bias, norm, weight and rotation of projected heads: queries go to out[rows, queries, head], keys and values to their
@@ -589,8 +594,8 @@ void rekindle_heads(
     const heads_t heads = {projected, stride, queries, kv,   head,  bias,  weight, cos,   sin,      turned,     slots,
                            positions, keys,   values,  slot, group, apart, out,    brain, key_form, value_form, normed,
                            eps};
-    rows_t job = {isa_of(level), &heads, rows, HEADS};
-    share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
+    rows_t job = {isa_of(level), &heads, rows, HEADS_TOGETHER, HEADS};
+    share_rows(&job, threads);
 }
 
 #include "attention.h"

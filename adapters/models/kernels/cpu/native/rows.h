@@ -15,6 +15,7 @@ static FOR void ON(round)(const float *from, uint16_t *to, long count) {
 }
 
 static inline __attribute__((always_inline)) FOR float ON(summed)(float *sums) {
+#pragma GCC unroll 4
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
     return sums[0];
@@ -24,28 +25,43 @@ static inline __attribute__((always_inline)) FOR float ON(scale)(float squares, 
     return 1.0f / __builtin_sqrtf(squares / (float)count + eps);
 }
 
+#define NORMED 256 // numbers of a row that are near at a time
+
+// Some numbers of a row with what is added to them, in loops that compilers make vectors of.
+static inline __attribute__((always_inline)) FOR void ON(sum_some)(
+    char *restrict residual, const char *restrict delta, long count, const int brain, float *restrict some
+) {
+    for (long i = 0; i < count; i++) some[i] = number(residual, i, brain);
+    if (!delta) return;
+    for (long i = 0; i < count; i++) some[i] += number(delta, i, brain);
+    if (brain) ON(round)(some, (uint16_t *)residual, count);
+    else memcpy(residual, some, (size_t)count * sizeof(float));
+    if (brain) ON(widen)((const uint16_t *)residual, some, count);
+}
+
 static inline __attribute__((always_inline)) FOR void ON(norm_as)(
     const norm_t *norm, long row, const int brain, const int weight_brain
 ) {
-    const long width = norm->width, from = row * width;
-    float sums[16] = {0};
-    for (long start = 0; start < width; start += 16) {
-        const int lanes = width - start < 16 ? (int)(width - start) : 16;
-        float some[16] = {0};
-        for (int lane = 0; lane < lanes; lane++) some[lane] = number(norm->residual, from + start + lane, brain);
-        if (norm->delta) {
-            for (int lane = 0; lane < lanes; lane++) {
-                some[lane] += number(norm->delta, from + start + lane, brain);
-                if (brain) some[lane] = widened(rounded(some[lane]));
-                put(norm->residual, from + start + lane, some[lane], brain);
-            }
-        }
-        for (int lane = 0; lane < 16; lane++) sums[lane] = __builtin_fmaf(some[lane], some[lane], sums[lane]);
+    const long width = norm->width, from = row * width, size = brain ? 2 : 4;
+    char *const residual = (char *)norm->residual + from * size;
+    const char *const delta = norm->delta ? (const char *)norm->delta + from * size : NULL;
+    float sums[16] = {0}, some[NORMED];
+    for (long start = 0; start < width; start += NORMED) {
+        const long count = width - start < NORMED ? width - start : NORMED;
+        ON(sum_some)(residual + start * size, delta ? delta + start * size : NULL, count, brain, some);
+        for (long i = count; i % 16; i++) some[i] = 0.0f;
+        for (long i = 0; i < count; i += 16)
+#pragma GCC unroll 1
+            for (int lane = 0; lane < 16; lane++) sums[lane] = __builtin_fmaf(some[i + lane], some[i + lane], sums[lane]);
     }
     const float scale = ON(scale)(ON(summed)(sums), width, norm->eps);
-    for (long i = 0; i < width; i++) {
-        const float one = number(norm->residual, from + i, brain) * scale;
-        put(norm->out, from + i, one * number(norm->weight, i, weight_brain), brain);
+    char *const out = (char *)norm->out + from * size;
+    for (long start = 0; start < width; start += NORMED) {
+        const long count = width - start < NORMED ? width - start : NORMED;
+        for (long i = 0; i < count; i++) some[i] = number(residual, start + i, brain) * scale;
+        for (long i = 0; i < count; i++) some[i] *= number(norm->weight, start + i, weight_brain);
+        if (brain) ON(round)(some, (uint16_t *)out + start, count);
+        else memcpy(out + start * size, some, (size_t)count * sizeof(float));
     }
 }
 

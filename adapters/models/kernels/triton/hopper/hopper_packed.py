@@ -156,8 +156,10 @@ def _levels(planes, like, SECOND: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them."""
+def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, SHARES: gl.constexpr = False):
+    """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them.
+    SHARES: see `numbers_of`.
+    """
     words = _take_words(lines)
     planes = _take_planes(levels)
     first = _levels(planes, words, False, FORM)
@@ -166,13 +168,13 @@ def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
         second = _levels(planes, words, True, FORM)
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
     c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
-    found = numbers_of(words, (first, second), c, row, dtype, FORM, True)
+    found = numbers_of(words, (first, second), c, row, dtype, FORM, True, SHARES)
     return _order_columns(found, FORM)
 
 
 @gluon.jit
 def take_weights_with(lines, scales, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return what `take_weights` does, of scales `[blocks, pieces, rows, 4]` as `hopper_row_scales` makes them."""
+    """Return what `take_weights` does, of scales `[blocks, pieces, rows, 4]` as `hopper_packed_row` makes them."""
     words = _take_words(lines)
     OWN: gl.constexpr = gl.SliceLayout(3, words.type.layout)
     both = gl.convert_layout(scales.permute((1, 2, 0, 3)), OWN, assert_trivial=True)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_row_scales import find_largest_power, make_scales
+from adapters.models.kernels.triton.hopper.hopper_packed_row import find_largest_power, make_scales
 from adapters.models.kernels.triton.packed import (
     add_pieces,
     lanes_of,
