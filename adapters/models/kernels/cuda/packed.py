@@ -135,7 +135,8 @@ class CudaPacking:
         ]
         if all(part is None for part in parts):
             return None
-        filled, widths = list[Any](), list[int]()
+        filled = list[Any]()
+        widths = list[int]()
         for is_plain, group in groupby(zip(parts, joined.parts, strict=True), lambda pair: pair[0] is None):
             each = list(group)
             if is_plain:  # neighbours are one product
@@ -163,7 +164,9 @@ class CudaPacking:
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
-        """Return the product. Parts that are not packed are small and come last, if possible beside the one before."""
+        """Return the product. Parts that are not packed are small. They come last, and run at the same time as the one
+        before if that can be.
+        """
         share = 2 if weight.gated else 1
         out = x.new_empty(len(x), sum(weight.widths) // share)
         places = zip(weight.parts, torch.split(out, [width // share for width in weight.widths], 1), strict=True)
@@ -180,7 +183,7 @@ class CudaPacking:
     def _multiply_part(
         self, x: Tensor, part: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int, is_late: bool
     ) -> bool:
-        """Return whether the next kernel may run beside this one, which is_late asks for."""
+        """Return whether the next kernel may run at the same time, which is_late asks for."""
         tile = packed_ahead.choose_row_tile(x, part, self.processors, self.shared) if self.hopper else None
         if tile is not None:
             is_late = is_late and tile.stages > 0

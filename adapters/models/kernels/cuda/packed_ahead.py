@@ -108,14 +108,12 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
     if len(x) != 1 or x.dtype != torch.bfloat16 or layout.steps not in ROW_CHAINS or not is_quicker:
         return None
     tile = _choose_chain(weight, processors) if weight.pieces == 1 else _choose_pieces(weight, processors)
-    if tile is None or weight.columns != weight.pieces * weight.piece:
+    if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
         return None
     if tile.stages == 0:
         programs = 2 if tile.registers > ROW_PIECES.registers else _MOST_PROGRAMS
         fits = programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
-        return tile if fits and weight.piece >= tile.columns else None
-    if weight.piece % tile.columns:
-        return None
+        return tile if fits else None
     found = fill_memory(tile, weight, processors, shared)
     if found is None and weight.block_form.has_scale_of_word:
         found = fill_memory(evolve(tile, columns=tile.columns // 2), weight, processors, shared)
@@ -181,9 +179,9 @@ def multiply_row(
     pdl: bool | None,
     is_late: bool = False,
 ) -> None:
-    """Multiply one row. The columns of a piece are whole steps of the tile, unless words wait in registers.
+    """Multiply one row. The columns of a piece are whole steps of the tile.
 
-    is_late: the next kernel may run beside this one. There must be stages.
+    is_late: the next kernel may run at the same time. There must be stages.
     """
     form = weight.block_form
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers, "FORM": form, "GATED": gated}

@@ -45,7 +45,7 @@ class CudaProducts:
         self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0, is_beside: bool = False
     ) -> None:
         """Write x @ w.T to out. gated: see `CudaWeight`. piece: columns of which the sum is one chain, whatever the
-        number of rows; 0: all. is_beside: the kernel before this one lets the next one run beside it.
+        number of rows; 0: all. is_beside: the kernel before this one lets the next one run at the same time.
         """
         if self.hopper and piece:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)

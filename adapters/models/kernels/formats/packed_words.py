@@ -1,4 +1,4 @@
-"""How the words of packed weights lie on a GPU, as `triton/packed_numbers.py` reads them."""
+"""The words of packed weights as a GPU has them; `triton/packed_numbers.py` reads them."""
 
 from __future__ import annotations
 

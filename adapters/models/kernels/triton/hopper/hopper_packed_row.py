@@ -166,7 +166,7 @@ def packed_row(
 ):
     """Compute out[columns] = x @ w.T for one row. STEPS: of a piece. COLUMNS: of every piece in a step. STAGES: steps
     whose words memory holds. LATE: the next kernel may start only when all programs have waited for those before, so
-    that it may run beside this one; see `hopper_products.linear_ahead`.
+    that it may run at the same time; see `hopper_products.linear_ahead`.
 
     words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. Where a form
     `has_scale_of_word`, scales are made of levels_ptr before the row comes, and no levels come with words.

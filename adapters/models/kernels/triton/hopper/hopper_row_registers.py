@@ -99,14 +99,12 @@ def packed_row_registers(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out[columns] = x @ w.T for one row. blocks: of a row of w. EACH: blocks of a piece, AHEAD or more.
+    """Compute out[columns] = x @ w.T for one row. blocks: of a row of w. EACH: blocks of a piece, whole AHEAD.
 
     A program owns BLOCK_N rows of w, and each of its warps one piece of the columns of some of them. A warp has the
     packed words of AHEAD blocks in registers or on their way there, the first of them before it waits for the kernels
-    before. The blocks that are left at the end of a piece are fewer.
+    before.
     """
-    REST: gl.constexpr = EACH % AHEAD
-    LAST: gl.constexpr = REST if REST > 0 else AHEAD
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
@@ -130,22 +128,14 @@ def packed_row_registers(
         gdc_wait()
     row = _copy_row(x_ptr, EACH, PIECES, FORM.block, num_warps)
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    for step in range(0, EACH - AHEAD - REST, AHEAD):
+    for step in range(0, EACH - AHEAD, AHEAD):
         coming = ()
         for ahead in gl.static_range(AHEAD):
             acc = _multiply_block(acc, row, scales, step + ahead, held[ahead], coordinates, dtype, FORM)
             block = first + (step + AHEAD + ahead)
             coming = coming + (_load(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
         held = coming
-    if REST > 0:
-        rest = ()
-        for ahead in gl.static_range(AHEAD):
-            acc = _multiply_block(acc, row, scales, EACH - REST - AHEAD + ahead, held[ahead], coordinates, dtype, FORM)
-            if ahead < REST:
-                block = first + (EACH - REST + ahead)
-                rest = rest + (_load(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
-        held = rest
-    for ahead in gl.static_range(LAST):
-        acc = _multiply_block(acc, row, scales, EACH - LAST + ahead, held[ahead], coordinates, dtype, FORM)
+    for ahead in gl.static_range(AHEAD):
+        acc = _multiply_block(acc, row, scales, EACH - AHEAD + ahead, held[ahead], coordinates, dtype, FORM)
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, 0, 1, columns, 0, dtype, GATED)
