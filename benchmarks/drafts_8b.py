@@ -91,6 +91,9 @@ class ForcedCopies(TextProposer):
         self.searched.find_matches(slots)
         return [MATCH_CLASSES[-1]] * len(slots)
 
+    def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        self.searched.index_texts(slots)
+
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         self.searched.note_tokens(slots)
 

@@ -16,16 +16,16 @@ vendor/, with `-DGGML_CUDA=ON` for a GPU). The weights are written as a GGUF fil
 of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in folders that --vllm-path names; it loads
 the same folder as we do. --vllm-exact adds it once more in the mode where its answers do not depend on batches. 8b
 means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
-Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Shapes
-of `benchmarks.family_speeds` are drawn as well, and vLLM has dummy weights of its own then. --packing writes the 8b
-shape packed (`benchmarks.packed_folders`). With --together all servers share the device, and one at a time is asked
-(`benchmarks.peer_together`): vLLM then needs `--vllm-flags=--kv-cache-memory-bytes=BYTES`, and our server with
---defaults `--flags=--kv-memory=MIB`, as neither may take the rest of the memory. Our server has as many slots as a part
-needs, as long as they must be, and no draft. With --defaults it has what a plain `rekindle serve` has, and copies of
-earlier text are proposed. "memory" is what a server and its processes have in memory in the end, each with its share of
-common pages. "ready again" is the same command once more, when our server finds what the first one kept. Another
-checkout needs its products compiled (`python hatch_build.py`). Figures are medians of rounds. All of them need the
-machine for themselves.
+Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), and vLLM has dummy weights of its own,
+once it accepts a Qwen3-Next without experts (`peer_models.make_hybrid_servers`). Shapes of `benchmarks.family_speeds`
+are drawn alike. --packing writes the 8b shape packed (`benchmarks.packed_folders`). With --together all servers share
+the device, and one at a time is asked (`benchmarks.peer_together`): vLLM then needs
+`--vllm-flags=--kv-cache-memory-bytes=BYTES`, and our server with --defaults `--flags=--kv-memory=MIB`, as neither may
+take the rest of the memory. Our server has as many slots as a part needs, as long as they must be, and no draft. With
+--defaults it has what a plain `rekindle serve` has, and copies of earlier text are proposed. "memory" is what a server
+and its processes have in memory in the end, each with its share of common pages. "ready again" is the same command once
+more, when our server finds what the first one kept. Another checkout needs its products compiled (`python
+hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from benchmarks.cold import forget
 from benchmarks.first_requests import SHAPES
 from benchmarks.packed_folders import LISTERS
 from benchmarks.peer_load import MEMORY, ask_cold, ask_streams, make_workload, parse_numbers
-from benchmarks.peer_models import DRAWN, HYBRID, make_servers, name_subject
+from benchmarks.peer_models import DRAWN, make_servers, name_subject
 from benchmarks.peer_servers import Contender, listen
 from benchmarks.peer_together import MARGIN, Rounds, compute_size, measure_together, print_found
 from benchmarks.results import Figure, Goal, publish, slug
@@ -244,8 +244,6 @@ def parse_options() -> argparse.Namespace:
         parser.error("--together: without --parts restart")
     if given.packing and (given.file or given.llama or given.shape not in SHAPES):
         parser.error(f"--packing: for --shape {', '.join(SHAPES)}, without --file and --llama")
-    if given.shape == HYBRID and (given.llama or given.vllm or given.file):
-        parser.error(f"--shape {HYBRID}: only our server draws its weights; without --llama, --vllm and --file")
     if given.shape in DRAWN and (given.llama or given.file):
         parser.error(f"--shape {given.shape}: weights are drawn; without --llama and --file")
     if given.vllm and given.file:

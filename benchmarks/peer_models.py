@@ -30,6 +30,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # To try the benchmark itself.
 FAMILIES |= {"small-gpt-oss": FAMILIES["gpt-oss-20b"], "small-gemma": FAMILIES["gemma4-31b"]}
+# The hybrid as vLLM's Qwen3-Next, in which every layer has a plain feed-forward. Experts have only sizes.
+NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 0,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
 FAMILY_MODULE = ("benchmarks.family_speeds", "serve")  # its weights are drawn as it starts
 DRAWN = (HYBRID, *FAMILIES)
 UNREAD = ("--load-format", "dummy")  # of vLLM: weights of its own, from no file
@@ -95,7 +108,11 @@ def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender
 
 
 def make_hybrid_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
-    """Our server and that of another checkout, each of a hybrid whose weights are drawn when it starts."""
+    """Our server and that of another checkout, each of a hybrid whose weights are drawn when it starts, and vLLM.
+
+    vLLM has weights of its own. Its `qwen3_next.py` raises an error where it finds no layer with experts: a copy of
+    vLLM that serves this shape returns there instead.
+    """
     from benchmarks.hybrid import VOCABULARY, config_of, holes, settings  # noqa: PLC0415 - it needs Triton
 
     model, layers = folder / HYBRID, given.layers or HYBRID_LAYERS
@@ -104,10 +121,25 @@ def make_hybrid_servers(given: argparse.Namespace, folder: Path) -> dict[str, Co
         checkpoint_texts(model, VOCABULARY)
     flags = ("--draft", "none", *shlex.split(given.flags))
     trees = {"ours": ROOT} if given.before is None else {"ours": ROOT, "before": given.before}
-    return {
+    found = {
         name: serve_ours(model, tree, flags, sized=not given.defaults, module=DRAWN_MODULE)
         for name, tree in trees.items()
     }
+    if given.vllm:
+        described = {**settings(layers), **NEXT, "mlp_only_layers": list(range(layers))}
+        del described["rope_parameters"]
+        found["vLLM"] = serve_drawn_vllm(folder / f"{HYBRID}-config", described, VOCABULARY, given)
+    return found
+
+
+def serve_drawn_vllm(model: Path, settings: dict[str, Any], vocabulary: int, given: argparse.Namespace) -> Contender:
+    """vLLM's server with weights of its own. model: the folder of its config.json, written unless it is there."""
+    if not model.exists():
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(settings))
+        checkpoint_texts(model, vocabulary)
+    flags = shlex.join((*UNREAD, *shlex.split(given.vllm_flags)))
+    return serve_vllm(model, given.vllm, given.vllm_path, flags)
 
 
 def make_family_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
@@ -117,18 +149,14 @@ def make_family_servers(given: argparse.Namespace, folder: Path) -> dict[str, Co
 
     shape = SHAPES[given.shape]
     config, settings = shape.parse(given.layers), shape.make_settings(given.layers)
-    ours, theirs = folder / given.shape, folder / f"{given.shape}-config"
+    ours = folder / given.shape
     if not ours.exists():
         holes(ours, settings, shape.list_published(config))
         checkpoint_texts(ours, config.vocab_size)
-    if not theirs.exists():
-        theirs.mkdir()
-        (theirs / "config.json").write_text(json.dumps({**settings, **FAMILIES[given.shape]}))
-        checkpoint_texts(theirs, config.vocab_size)
     module = (*FAMILY_MODULE, given.shape, str(given.layers), str(folder / "profile"))
     flags = ("--draft", "none", *shlex.split(given.flags))
     found = {"ours": serve_ours(ours, ROOT, flags, sized=not given.defaults, module=module)}
     if given.vllm:
-        vllm_flags = shlex.join((*UNREAD, *shlex.split(given.vllm_flags)))
-        found["vLLM"] = serve_vllm(theirs, given.vllm, given.vllm_path, vllm_flags)
+        described = {**settings, **FAMILIES[given.shape]}
+        found["vLLM"] = serve_drawn_vllm(folder / f"{given.shape}-config", described, config.vocab_size, given)
     return found

@@ -133,6 +133,8 @@ def listen(contender: Contender, sequences: int, rows: int, home: Path) -> Itera
             try:
                 process.wait(ENDING_S)
             except subprocess.TimeoutExpired:
+                pass
+            finally:
                 process.kill()
                 process.wait()
 

@@ -76,14 +76,14 @@ def measure_together(servers: Mapping[str, Contender], scratch: Path, given: arg
     """
     found: Rounds = {name: [] for name in servers}
     started = time.monotonic()
-    with start_all(servers, *compute_size(given), scratch) as urls:
-        print("ready", {name: round(ready, 2) for name, (_, ready) in urls.items()}, flush=True)
-        while given.wait_for and not given.wait_for.exists():
-            time.sleep(POLL_S)
-        try:
+    try:
+        with start_all(servers, *compute_size(given), scratch) as urls:
+            print("ready", {name: round(ready, 2) for name, (_, ready) in urls.items()}, flush=True)
+            while given.wait_for and not given.wait_for.exists():
+                time.sleep(POLL_S)
             ask_rounds(urls, given, found, started)
-        except KeyboardInterrupt:
-            print("interrupted: these are the figures so far", flush=True)
+    except KeyboardInterrupt:  # also one that comes while the servers end
+        print("interrupted: these are the figures so far", flush=True)
     return found
 
 

@@ -20,14 +20,18 @@ from states.settings import Settings
 from states.slot_admission import next_to_admit
 from states.slots import Slots, forget_rows, list_evictable, list_running_jobs, replace_slot
 
+# Pages that slots have ahead of their answers are at most one in this many of the pool.
+AHEAD_PART = 16
+
 
 def grow_for_decode_step(
     slots: Slots, effect_request: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, EffectRequest | None]:
     """Give a decode step the pages that its rows take, from idle slots where need be. Other effects need none.
 
-    A step takes one row for its token and one for each proposal. New pages are added to those of the slot, and named in
-    `RunDecode.pages`, which tells the executor about them.
+    A step takes one row for its token and one for each proposal. It gets further pages ahead (`count_pages_ahead`) if
+    they are free. New pages are added to those of the slot, and named in `RunDecode.pages`, which tells the executor
+    about them.
 
     Where there are no more pages, the step proposes only what its last page has room for. None: even the next token has
     no room, and the step has to wait. The request is then in `Slots.short_of_pages`. No pages are looked for again
@@ -39,12 +43,16 @@ def grow_for_decode_step(
     page_rows = settings.page
     slot = slots.slots[effect.slot]
     held_rows = len(slot.pages) * page_rows
-    missing = pages.count_pages(effect.position + 1 + effect.propose, page_rows) - len(slot.pages)
-    if missing <= 0:
-        return slots, limit_to_rows(effect_request, effect, held_rows)
+    needed = pages.count_pages(effect.position + 1 + effect.propose, page_rows)
+    missing = max(0, needed - len(slot.pages))
     taken = None
     if effect_request.request not in slots.short_of_pages:
-        taken = take_pages(slots, effect.slot, missing, requests, settings)
+        if ahead := count_pages_ahead(slots, effect, needed, settings):
+            taken = take_pages(slots, effect.slot, missing + ahead, requests, settings)
+        if taken is None and missing:
+            taken = take_pages(slots, effect.slot, missing, requests, settings)
+    if taken is None and not missing:
+        return slots, limit_to_rows(effect_request, effect, held_rows)
     if taken is not None:
         slots, new_pages = taken
         slots = replace_slot(slots, effect.slot, evolve(slots.slots[effect.slot], pages=(*slot.pages, *new_pages)))
@@ -55,6 +63,24 @@ def grow_for_decode_step(
     if proposable < 0:
         return slots, None
     return slots, limit_to_rows(effect_request, evolve(effect, propose=proposable), held_rows)
+
+
+def count_pages_ahead(slots: Slots, effect: RunDecode, needed: int, settings: Settings) -> int:
+    """Count the pages that a decode step is given for the tokens behind the next one. needed: its slot needs now.
+
+    A request takes steps without asking the core as far as its slot has rows. Then it asks, and a GPU has launched a
+    step or two without it by the time it goes on. So its slot gets pages for as many tokens as it may decode, but all
+    slots together have at most one page in AHEAD_PART of the pool in this way. No idle slot loses pages for that: none
+    are given unless as many were free even if no two slots shared any.
+    """
+    held = len(slots.slots[effect.slot].pages)
+    stop = min(effect.position + effect.steps, settings.max_context)
+    most = needed + settings.pages // (AHEAD_PART * settings.slots)
+    ahead = min(pages.count_pages(stop, settings.page), most) - max(needed, held)
+    if ahead <= 0:
+        return 0
+    spare = settings.pages - sum(len(slot.pages) for slot in slots.slots)
+    return ahead if max(needed - held, 0) + ahead <= spare else 0
 
 
 def grow_waiting_steps(

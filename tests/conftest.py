@@ -13,10 +13,10 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, settings
 
 import engine  # noqa: F401 - before torch: how its threads wait
 from tests.compile_once import compile_modules
+from tests.examples import register_profiles
 from tests.pairs import is_usual
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
@@ -28,10 +28,7 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Hypothesis would fail an example that takes 200 ms, or examples that take long to be drawn. Both say how busy a
-# machine is, and nothing about the code. pytest's own time limit ends a test that hangs.
-settings.register_profile("any_machine", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
-settings.load_profile("any_machine")
+register_profiles()
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # numbers of tests that are not run, by the reason
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
@@ -57,6 +54,31 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def confined_processes_are_forked() -> Iterator[None]:
+    from tests.forked_worker import forked_workers  # noqa: PLC0415 - collecting does without
+
+    with forked_workers():
+        yield
+
+
+@pytest.fixture
+def workers_start_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the start of a confined process, and of what such a process has before it."""
+    from tests.forked_worker import WorkerProcess, start_in_full  # noqa: PLC0415 - as above
+
+    monkeypatch.setattr(WorkerProcess, "start", staticmethod(start_in_full))
+
+
+@pytest.fixture(scope="module")
+def rates_are_given() -> Iterator[None]:
+    """For tests that load models, and to which it does not matter how long their steps take: no rates are measured."""
+    from tests.given_rates import given_rates  # noqa: PLC0415 - it imports torch
+
+    with given_rates():
+        yield
+
+
 def pytest_collection() -> None:
     """Collect without garbage collections. Nearly all that is made then stays, so they would find little, and they take
     a fifth of the time.
@@ -67,7 +89,6 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Leave what was collected out of every later garbage collection: thousands of tests, and the libraries."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -22,9 +22,10 @@ def cover_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 def take_turns(many: Sequence[Any], few: Sequence[Any]) -> list[Any]:
     """Return a parameter `(one of many, one of few)` for every combination; most of them are marked as long.
 
-    In a usual run each of `many` has one of `few`, in turn, and the first one of `many` has each of them.
+    In a usual run each of `many` has one of `few`, in turn, and each of `few` has one of `many`.
     """
-    usual = {(number, number % len(few)) for number in range(len(many))} | {(0, place) for place in range(len(few))}
+    turns = range(max(len(many), len(few)))
+    usual = {(turn % len(many), turn % len(few)) for turn in turns}
     return [
         pytest.param(
             (one, other),

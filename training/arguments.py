@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
 
 import torch
+
+from adapters.processors import count_processors
 
 
 def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
@@ -16,7 +17,7 @@ def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=out, help="checkpoint folder to write (by default the package's own)")
     made.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
     made.add_argument("--seconds", type=float, default=math.inf, help="of training")
-    made.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes for batches")
+    made.add_argument("--workers", type=int, default=max(1, count_processors() - 2), help="processes for batches")
     made.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
     made.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
     return made

@@ -112,6 +112,7 @@ class DeviceExecutor:
             is_abandoned=self.is_abandoned,
             is_lane_wanted=lambda: self._lanes.is_prefill_lane_wanted(parts.shard.launches_ahead),
             is_alone=lambda: self._in_flight.count == 1,
+            has_own_lane=parts.prompt_lane is not None,
             decoding=self.decoding,
         )
         self._in_flight = InFlightRequests()

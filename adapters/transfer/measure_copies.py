@@ -23,9 +23,9 @@ from adapters.store.block_index import Entry
 from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.codec import CODECS, Fixed, create_compressor
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Run, encode_run, format_name
 from adapters.store.files.private_folder import TEMPORARY
-from adapters.store.files.read_run import Expected
 from adapters.store.files.seekable import Damaged
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -45,6 +44,7 @@ from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
+from adapters.processors import count_processors
 from adapters.store.files.file_format import Kind
 from adapters.store.files.seekable import Damaged
 from adapters.store.lease import Lease
@@ -63,7 +63,7 @@ log = logging.getLogger("rekindle.store")
 
 PIECE_BYTES = 32 << 20  # rows that the lane copies or sends in one go: a few milliseconds
 # Threads that copy rows of one restore into slots, for each GPU: more threads than cores would not copy faster.
-COPY_THREADS = min(RUNS_IN_FLIGHT, os.cpu_count() or 1)
+COPY_THREADS = min(RUNS_IN_FLIGHT, count_processors())
 CopyFutures: TypeAlias = list[Future[None]]
 WORKERS = 2 * RUNS_IN_FLIGHT  # threads that open, read and copy runs: two restores in full, more of them take turns
 

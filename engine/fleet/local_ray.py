@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 from ray import serve
 
+from adapters.processors import count_processors
 from engine.settings.options import Options
 
 MARK = "rekindle_local"  # a resource that only such a Ray has
@@ -23,7 +23,7 @@ def run_local_ray(options: Options) -> Iterator[None]:
     """
     ray.init(
         address="local",
-        num_cpus=os.cpu_count(),
+        num_cpus=count_processors(),
         resources={MARK: 1},
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,

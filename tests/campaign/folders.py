@@ -139,7 +139,7 @@ def chat_templates(folder: Path) -> Iterator[Case]:
     source = find_template(folder, json.loads((folder / "tokenizer_config.json").read_text())) or "{{ messages }}"
 
     async def checked(text: str) -> str:
-        template = ChatTemplate(text, tuple(tokenizer.controls.values()), tokenizer.variables, seconds=1)
+        template = ChatTemplate(text, tuple(tokenizer.controls.values()), tokenizer.variables, seconds=0.3)
         try:
             await template.check()
         except CheckpointError as error:

@@ -16,7 +16,9 @@ from tests.campaign.hostile import spoilt_cases
 from tests.campaign.kinds import DECODERS, KINDS
 
 MANY = 1000
-WITH_OWN_TESTS = ("attacks",)  # `tests/http/wire` has such clients by default
+# By default `tests/http/wire` has such clients and crowds of connections, and
+# `tests/http/request/test_fuzzed_requests.py` such bodies.
+WITH_OWN_TESTS = ("attacks", "bodies", "crowds")
 SEED = 1
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from engine.tools.chat.render_answer import PlainView, RenderedView, choose_view, split_settled, without_echo
+from tests.examples import count_examples
 
 ANSWER = """# Title
 
@@ -79,7 +80,7 @@ def left(console: Console) -> list[str]:
     return [line.rstrip() for line in kept]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=count_examples(20))
 @given(st.lists(st.integers(1, len(ANSWER) - 1), max_size=12).map(lambda cuts: sorted({0, *cuts})))
 def test_all_of_an_answer_stays_whatever_it_was_cut_in(cuts: list[int]) -> None:
     console = terminal()

@@ -1,4 +1,5 @@
-"""A process that has imported what a server imports and has done nothing else. It forks whenever it is asked to.
+"""A process that has imported what a server imports. It forks whenever it is asked to. What is forked measures no
+rates (`tests/given_rates.py`) and has confined processes that are forked as well (`tests/forked_worker.py`).
 
 `python -m tests.e2e.forking DESCRIPTOR`, the descriptor of a socket of packets. Each packet has the command to run, and
 descriptors for its standard output, for its standard error, and for its process id and exit status. The process ends
@@ -21,11 +22,18 @@ PREPARED = (
     "engine.loading.background_load",
     "engine.serving.serve",
     "engine.commands",
+    "engine.settings.import_order",
+    "engine.settings.preload",
+    "anyio._backends._asyncio",
+    "cyclopts.config",
     "cyclopts.help",
     "httpx",
     "uvicorn.lifespan.off",
+    "uvicorn.lifespan.on",
     "adapters.models.families.qwen3",
+    "adapters.models.families.qwen3_5",
     "adapters.models.kernels.cpu.kernels",
+    "adapters.models.kernels.cpu.native.decode_round",
     "adapters.models.kernels.cpu.sampling",
 )
 MESSAGE = 1 << 17  # bytes of an environment and a command line
@@ -67,10 +75,14 @@ def main(descriptor: int) -> None:
     for module in PREPARED:
         importlib.import_module(module)
 
+    from tests.forked_worker import forked_workers, start_forker  # noqa: PLC0415 - behind what comes before torch
+    from tests.given_rates import given_rates  # noqa: PLC0415 - it imports torch
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is for the process that runs the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    start_forker()
     gc.freeze()
-    with socket.socket(fileno=descriptor) as asking:
+    with socket.socket(fileno=descriptor) as asking, given_rates(), forked_workers():
         while True:
             raw, descriptors, *_ = socket.recv_fds(asking, MESSAGE, 3)
             if not raw:

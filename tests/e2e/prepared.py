@@ -1,8 +1,8 @@
 """Starts `rekindle` in a process whose imports are done: it is forked from one that has done nothing else.
 
-Most of a start is Python and the import of torch, which take the same time each time. Tests of what a process has
-before that start it in full, with `tests.e2e.server`: limits, the seed of hashes, and what libraries read of the
-environment when they are loaded. Servers may be started here.
+Most of a start is Python and the import of torch, which take the same time each time, and the measurement of rates.
+Tests of what a process has before that start it in full, with `tests.e2e.server`: limits, the seed of hashes, what is
+measured at a start, and what libraries read of the environment when they are loaded. Servers may be started here.
 """
 
 from __future__ import annotations

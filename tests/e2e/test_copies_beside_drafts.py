@@ -78,6 +78,9 @@ class CountedCopies(TextProposer):
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         return self.searched.find_matches(slots)
 
+    def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        self.searched.index_texts(slots)
+
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         self.searched.note_tokens(slots)
 

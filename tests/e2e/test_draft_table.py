@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -38,6 +37,8 @@ from states.rates import ClassGains, Rates, TimedStep
 from states.residency import resolve_residency
 from states.speculation_control import list_widths
 from states.suffix_control import list_copy_widths
+from tests.e2e.prepared import forked
+from tests.e2e.server import started
 from tests.e2e.test_kinds_of_drafts import save
 from tests.e2e.test_speculation import timeless
 
@@ -197,9 +198,9 @@ async def leave(kind: str, folder: Path) -> None:
 
 
 def be_killed(kind: str, folder: Path) -> None:
-    words = ["-c", "from tests.e2e.test_draft_table import main; main()", kind, str(folder)]
-    ended = subprocess.run([sys.executable, *words], check=False, timeout=200)
-    assert ended.returncode == -signal.SIGKILL
+    words = [sys.executable, "-m", "tests.e2e.test_draft_table", kind, str(folder)]
+    with started(words, None, forked) as (process, errors):
+        assert process.wait(200) == -signal.SIGKILL, errors
 
 
 def main() -> None:
@@ -243,3 +244,7 @@ def test_answers_are_the_plain_ones(kind: str, way: str, tmp_path: Path, verifie
     if way == "kept" and one.has_model:
         counts = [[(each.report.proposed, each.report.accepted) for each in found if each.report] for found in runs]
         assert counts[0] == counts[1], "the draft has its rows"
+
+
+if __name__ == "__main__":
+    main()

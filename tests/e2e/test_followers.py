@@ -60,7 +60,7 @@ def leave_early(running: Running, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("model", "leader_leaves"),
-    [("demo", False), pytest.param("demo", True, marks=pytest.mark.long), ("demo-hybrid", True)],
+    [*(pytest.param("demo", leaves, marks=pytest.mark.long) for leaves in (False, True)), ("demo-hybrid", True)],
 )
 @pytest.mark.timeout(240)
 def test_a_head_in_common_is_computed_once(tmp_path: Path, model: str, leader_leaves: bool) -> None:

@@ -60,6 +60,9 @@ async def gone(running: Engine) -> None:
         await anyio.sleep(0.001)
 
 
+# By default the next test does the same over HTTP, and `tests/engine/loading/test_stateful.py` compares with answers
+# that are cold.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path) -> None:
     talk, before, tiers = Talk(), 0, list[str]()

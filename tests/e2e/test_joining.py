@@ -40,7 +40,7 @@ def answer(running: Running, body: dict[str, object]) -> object:
 
 @pytest.mark.timeout(150)
 def test_who_comes_beside_others_gets_the_answer_alone_and_the_trace_says_how(tmp_path: Path) -> None:
-    trace, bodies = tmp_path / "together.jsonl", asked(9)
+    trace, bodies = tmp_path / "together.jsonl", asked(7)
 
     def late(number: int) -> object:
         time.sleep(0.01 * (number % 4))

@@ -104,6 +104,9 @@ async def check(
     assert pairs == {(kept, now) for place, now in enumerate(starts) for kept in starts[:place]}
 
 
+# By default `test_split.py` splits the hybrid with its draft, `test_remote_shard.py` the demo over processes, and
+# `test_speculation.py` restores rows of drafts. `tests/models/drafts/test_corrected_drafts.py` has this kind.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_corrected_draft_is_restored_split_and_elsewhere(tmp_path: Path) -> None:
     await check("demo", "DSpark", tmp_path, 2, is_apart=False, starts=STARTS[:2])

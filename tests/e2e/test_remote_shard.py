@@ -39,7 +39,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-# By default `test_kinds_of_drafts.py` splits the demo over processes, and `test_split.py` the hybrid in one.
+# By default the demo is split over processes below, and `test_split.py` splits the hybrid in one.
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_process_answers_as_none_does_and_each_restores_what_the_other_has_kept(tmp_path: Path) -> None:

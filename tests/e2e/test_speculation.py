@@ -150,7 +150,7 @@ async def target(drafted, tmp_path_factory) -> AsyncIterator[LoadedModel]:
 @pytest.fixture(scope="module")
 async def jobs(model, target) -> list[Job]:
     text = Text.load(target.folder)
-    made = [prompt[-300:] for prompt in (await prompts(text, 16))[-8:]]
+    made = [prompt[-300:] for prompt in (await prompts(text, 16))[-6:]]
     await text.aclose()
     how = {"scope": Scope("off")}
     return [Job(prompt, LENGTHS[model], sampling=SAMPLINGS[n % 4], **how) for n, prompt in enumerate(made)]
@@ -445,6 +445,8 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         assert server.stop() == 0
 
 
+# By default `test_hybrid_turns.py` kills such a server, and the same prefixes are restored above.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_killed_hybrid_starts_warm_and_answers_as_before(tmp_path: Path):
     command = ("demo-hybrid", "--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024")

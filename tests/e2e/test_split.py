@@ -170,6 +170,8 @@ async def test_two_gpus_answer_as_one_does_in_one_process_and_in_two(model: str,
     assert pairs == {("one", "two"), ("one", "processes"), ("two", "processes")}
 
 
+# By default `test_remote_shard.py` looks at such a plan, and above restores what other plans have kept.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_split_server_shows_its_plan_and_what_it_kept_is_restored_without_one(tmp_path: Path) -> None:
     words = ("demo-hybrid", "--kv-cache-dir", str(tmp_path), "--kv-cache-min-tokens", "64", "--max-ctx", "1024")

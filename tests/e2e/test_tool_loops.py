@@ -13,7 +13,7 @@ from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import cache
 
-TURNS = 8
+TURNS = 6
 BLOCK = 64  # rows; a sequence is continued at a multiple of them
 WEATHER = {
     "name": "get_weather",

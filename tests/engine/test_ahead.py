@@ -117,6 +117,8 @@ def test_the_first_gpu_is_known_without_asking_for_it() -> None:
     assert first_gpu(read_devices("cpu:0,ipc+cuda:1,cuda:3,cuda:0")) == 3
 
 
+# By default every server that a test starts in full goes this way, with weights.
+@pytest.mark.long
 def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
     code = (
         "from pathlib import Path; from engine.settings.import_order import import_beside_torch;"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -150,21 +151,9 @@ def save_qwen3(folder: Path, **how: object) -> object:
     return save_model(folder, "qwen3", **how)
 
 
-def save_model(
-    folder: Path,
-    model_type: str,
-    *,
-    seed: int = 0,
-    shard_size: str = "1GB",
-    tokenizer: bool = True,
-    **overrides: object,
-) -> object:
-    """Writes a random model as transformers does, with a tokenizer.json that is only there; returns the oracle."""
-    from transformers import (  # noqa: PLC0415 - seconds, and most files need it once
-        AutoConfig,
-        AutoModelForCausalLM,
-        Mistral4ForCausalLM,
-    )
+def make_config(model_type: str, **overrides: object) -> Any:
+    """Return the configuration of a small model, as transformers has it."""
+    from transformers import AutoConfig  # noqa: PLC0415 - as below
 
     settings = {
         "vocab_size": 160,
@@ -177,10 +166,28 @@ def save_model(
         **GEOMETRIES["gqa 2 to 1"],
         **overrides,
     }
+    return AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **settings)
+
+
+def save_model(
+    folder: Path,
+    model_type: str,
+    *,
+    seed: int = 0,
+    shard_size: str = "1GB",
+    tokenizer: bool = True,
+    **overrides: object,
+) -> object:
+    """Writes a random model as transformers does, with a tokenizer.json that is only there; returns the oracle."""
+    from transformers import (  # noqa: PLC0415 - seconds, and most files need it once
+        AutoModelForCausalLM,
+        Mistral4ForCausalLM,
+    )
+
     torch.manual_seed(seed)
     # The automatic class does not know mistral4, because published checkpoints have it inside mistral3.
     build = Mistral4ForCausalLM._from_config if model_type == "mistral4" else AutoModelForCausalLM.from_config  # noqa: SLF001
-    model = build(AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **settings), dtype=torch.float32).eval()
+    model = build(make_config(model_type, **overrides), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale")):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import count
@@ -291,7 +292,40 @@ def frames(chance: random.Random, native: NativeLibrary) -> Finds:
     frame = np.empty(native.code.rekindle_frame_bytes(size), np.uint8)
     native.code.rekindle_pack_frame(content.ctypes.data, size, frame.ctypes.data)
     assert zstandard.ZstdDecompressor().decompress(frame.tobytes()) == content.tobytes()
+    files(chance, native, content)
     return lambda _: []
+
+
+def files(chance: random.Random, native: NativeLibrary, content: np.ndarray) -> None:
+    """A file of such frames between two other parts: read as it was written, or refused once a byte is another one."""
+    code = native.code
+    frame = chance.choice([content.nbytes, 1 + content.nbytes // 2, 128 << 10])
+    count = -(-content.nbytes // frame)
+    head, table = chance.randbytes(chance.randrange(1, 300)), chance.randbytes(chance.randrange(1, 300))
+    sums, found = np.zeros((2, count), np.uint32)
+    out, ends = np.zeros_like(content), np.zeros(len(head) + len(table), np.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file")
+        names = [str(path.with_name(name)).encode() for name in ("new", "file")]
+        file = code.rekindle_begin_file(
+            *(names[0], len(head), content.ctypes.data, content.nbytes, frame, sums.ctypes.data)
+        )
+        assert file >= 0
+        assert not code.rekindle_end_file(file, *names, 0, head, len(head), table, len(table))
+
+        def read() -> bool:
+            return not code.rekindle_read_file(
+                *(names[1], path.stat().st_size, len(head), ends.ctypes.data, len(table)),
+                *(out.ctypes.data, content.nbytes, frame, found.ctypes.data),
+            )
+
+        assert read()
+        assert (out.tobytes(), ends.tobytes()) == (content.tobytes(), head + table)
+        assert (sums == found).all()
+        harmed = bytearray(path.read_bytes())
+        harmed[chance.randrange(len(head), len(harmed) - len(table))] ^= 1 << chance.randrange(8)
+        path.write_bytes(harmed)
+        assert not read()
 
 
 KINDS = (products, packed, norms, heads, attention, draws, recurrent, frames)

@@ -51,7 +51,7 @@ from tests.schedules.device import Device
 from tests.schedules.simulator import Simulator
 
 ONE, TWO = RequestId(1), RequestId(2)
-CHUNK = 50
+CHUNK = 30
 # Seeds of `test_the_schedules_go_nearly_everywhere`: the first ones, and two that take the rows that are left then.
 COVERED, RARE = 300, (398, 745)
 
@@ -63,7 +63,9 @@ def chunks(usual: int, most: int, start: int = 0, step: int = CHUNK) -> list[Any
 
 
 @pytest.mark.parametrize(
-    "first", [*chunks(COVERED + 100, 10_000, start=COVERED), *chunks(0, COVERED)], ids=lambda first: f"from {first}"
+    "first",
+    [*chunks(COVERED + 2 * CHUNK, 10_000, start=COVERED), *chunks(0, COVERED)],
+    ids=lambda first: f"from {first}",
 )
 def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> None:
     """The first schedules are played by `test_the_schedules_go_nearly_everywhere`, so here they are long."""
@@ -131,10 +133,29 @@ def short_of_pages(seed: int) -> Simulator:
     return make_crowded(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
 
 
-@pytest.mark.parametrize("first", chunks(50, 300))
+@pytest.mark.parametrize("first", chunks(CHUNK, 300))
 def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert not play(seed, short_of_pages).world.requests
+
+
+def with_pages_ahead(seed: int) -> Simulator:
+    """Return a schedule with so many pages that answers have some ahead."""
+    drawn = Simulator(seed)
+    settings = evolve(drawn.settings, pages=64 * drawn.settings.slots, page=4)
+    return make_crowded(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
+
+
+@pytest.mark.parametrize("first", chunks(50, 300))
+def test_answers_that_have_pages_ahead_stay_as_they_are(first: int) -> None:
+    ahead = 0
+    for seed in range(first, first + CHUNK):
+        simulator = play(seed, with_pages_ahead)
+        assert not simulator.world.requests
+        launches = (out for out in iterate_outputs(simulator) if isinstance(out, Launch))
+        effects = (one.effect for launch in launches for one in launch.effect_requests)
+        ahead += sum(isinstance(one, RunDecode) and not one.propose and len(one.pages) > 1 for one in effects)
+    assert ahead
 
 
 def going_along(seed: int) -> Simulator:
@@ -147,7 +168,7 @@ def going_along(seed: int) -> Simulator:
     return make_crowded(seed, settings, drawn.jobs)
 
 
-@pytest.mark.parametrize("first", chunks(50, 1000))
+@pytest.mark.parametrize("first", chunks(CHUNK, 1000))
 def test_prompts_that_go_along_together_lose_nobody_and_change_no_answer(first: int) -> None:
     together = 0
     for seed in range(first, first + CHUNK):
@@ -184,7 +205,7 @@ def reading(seed: int) -> Simulator:
     return make_crowded(seed, settings, jobs)
 
 
-@pytest.mark.parametrize("first", chunks(50, 400))
+@pytest.mark.parametrize("first", chunks(CHUNK, 400))
 def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first: int) -> None:
     """No launch is asked to stop twice."""
     halts = 0
@@ -236,7 +257,7 @@ def beginning_alike(seed: int) -> Simulator:
     return simulator
 
 
-@pytest.mark.parametrize("first", chunks(50, 800))
+@pytest.mark.parametrize("first", chunks(CHUNK, 800))
 def test_prompts_that_begin_alike_share_heads_with_their_states_and_nobody_is_lost(first: int) -> None:
     followed = 0
     together = 0

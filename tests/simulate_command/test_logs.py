@@ -227,7 +227,7 @@ def test_brackets_in_a_text_are_text(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_read_in_pieces_that_texts_which_begin_alike_share(tmp_path: Path) -> None:
-    words = " ".join(f"word{n}" for n in range(20_000))
+    words = " ".join(f"word{n}" for n in range(15_000))
     path = write(tmp_path / "l.jsonl", line(0, words), line(1, words + "\nUser: Go on"))
     tracemalloc.start()
     first, second = requests(read_logs([path]))

@@ -16,6 +16,7 @@ from engine.tools.simulation.logs.logged_requests import Agent, Session, make_to
 from engine.tools.simulation.simulate_scope import Simulation
 from engine.tools.simulation.simulated_process import Process
 from states.events import Event
+from tests.examples import count_examples
 from tests.simulate_command.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
 
 PIECES = [make_tokens(f"piece {turn}", 40 + 24 * turn) for turn in range(4)]
@@ -181,7 +182,7 @@ def test_the_same_logs_give_the_same_figures() -> None:
     assert run(FOUR, **again).compute_figures() == run(FOUR, **again).compute_figures()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=count_examples(30), deadline=None)
 @given(data=st.data())
 def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataObject) -> None:
     """Sequences from few pieces, so that they meet and part; any budget, any scope, any restart."""

@@ -89,18 +89,16 @@ STATEFUL = tuple(
 TIGHT = evolve(BLOCKS[0], scorer_max_tokens=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
 SPANNING = evolve(BLOCKS[2], chunks_per_prefill=2)  # a prefill of two chunks
-# Those in which a slot may lose its rows. With a store, a prompt scorer and kept answers, jobs of several scopes have
-# 31,000 nodes then, as many as all other combinations together: only the walk of all options has them.
-LOSING = (
-    *(
-        one
-        for one in BLOCKS
-        if one.block_size == 1
-        and (one.store, one.max_proposals, one.scorer_max_tokens, one.keep_decoded)
-        in {(True, 0, 9, False), (True, 0, 9, True), (False, 1, 0, True)}
-    ),
-    STATEFUL[0],
-)
+# Those in which a slot may lose its rows, and how often. With a store, a prompt scorer and kept answers, jobs of
+# several scopes have 31,000 nodes then, as many as all other combinations together: only the walk of all options has
+# them.
+MOST_LOSSES = {(True, 0, 9, False): 1, (True, 0, 9, True): 2, (False, 0, 9, True): 2, (False, 1, 0, True): 2}
+LOSING = {
+    one: MOST_LOSSES[kind]
+    for one in BLOCKS
+    if one.block_size == 1
+    and (kind := (one.store, one.max_proposals, one.scorer_max_tokens, one.keep_decoded)) in MOST_LOSSES
+} | {STATEFUL[0]: 2}
 SETTINGS = (*HALF, TIGHT, FITTING, *STATEFUL, SPANNING)
 ALL_SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL, SPANNING)
 BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
@@ -220,7 +218,7 @@ def list_events(node: Node) -> Iterator[tuple[Any, Effect | None]]:
                     ):
                         yield Admitted(SlotId(0), SlotId(source), keep, state, device_checkpoint), None
     yield Cancelled("client_gone"), None
-    if isinstance(node.state, Held) and node.losses < 2 and settings in LOSING:
+    if isinstance(node.state, Held) and node.losses < LOSING.get(settings, 0):
         yield from ((SlotEmptied(), None),) if get_remainder(node.state).prompt.job == JOB else ()
     for effect in node.flying:
         if isinstance(effect, CompressPrompt) and freezes_messages(get_remainder(node.state).prompt.job):

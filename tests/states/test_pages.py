@@ -174,6 +174,64 @@ def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
     assert after.slots[1].tokens == ()
 
 
+WIDE = evolve(POOL, slots=2, max_context=400, pages=100)  # three pages ahead
+
+
+def grown(before: Slots, effect: RunDecode, one: Job, settings: Settings = WIDE) -> tuple[Slots, RunDecode]:
+    after, effect_request = page_growth.grow_for_decode_step(
+        before, EffectRequest(TWO, effect), {TWO: decoding(one, 0, said=effect.position - 20)}, settings
+    )
+    assert effect_request is not None
+    assert isinstance(effect_request.effect, RunDecode)
+    return after, effect_request.effect
+
+
+@pytest.mark.parametrize(
+    ("position", "steps", "held", "new", "allowed"),
+    [
+        (23, 60, 3, (3, 4, 5), 25),  # its row has a page, and the answer goes on behind that
+        (24, 60, 3, (3, 4, 5, 6), 32),
+        (24, 9, 3, (3, 4), 9),  # as far as the answer may go
+        (24, 60, 7, (), 32),  # it has them already
+        (33, 60, 7, (7,), 31),
+    ],
+)
+def test_an_answer_has_pages_ahead_so_that_its_launch_goes_on(
+    position: int, steps: int, held: int, new: tuple[int, ...], allowed: int
+) -> None:
+    one = job(max_tokens=200)
+    before = Slots((Slot(holder=TWO, pages=ids(*range(held))), Slot()))
+    after, effect = grown(before, RunDecode(slots.SlotId(0), position, 1, steps=steps), one)
+    assert effect.pages == ids(*new)
+    assert after.slots[0].pages == ids(*range(held), *new)
+    assert effect.steps == allowed
+
+
+def test_nobody_loses_pages_for_those_that_an_answer_has_ahead() -> None:
+    one = job(max_tokens=200)
+    asked = RunDecode(slots.SlotId(0), 24, 1, steps=60)
+    idle = Slot(tuple(range(760)), None, 1, pages=ids(*range(5, 100)))
+    after, effect = grown(Slots((Slot(holder=TWO, pages=ids(0, 1, 2)), idle)), asked, one)
+    assert (effect.pages, effect.steps, after.slots[1]) == (ids(3), 8, idle)
+    after, effect = grown(Slots((Slot(holder=TWO, pages=ids(0, 1, 2, 3, 4)), idle)), asked, one)
+    assert (effect.pages, effect.steps, after.slots[1]) == ((), 16, idle)
+    assert not after.short_of_pages
+
+
+def test_pages_ahead_are_not_given_where_others_might_then_never_end() -> None:
+    small = evolve(POOL, slots=2, max_context=256, pages=33)
+    one = job(max_tokens=200)
+    requests = {TWO: decoding(one, 0, said=4), THREE: decoding(job(PROMPT[::-1], 240), 1)}
+    pair = Slots((Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(holder=THREE, pages=ids(*range(3, 32)))))
+    after, effect_request = page_growth.grow_for_decode_step(
+        pair, EffectRequest(TWO, RunDecode(slots.SlotId(0), 23, 1, steps=60)), requests, small
+    )
+    assert after is pair
+    assert effect_request is not None
+    assert isinstance(effect_request.effect, RunDecode)
+    assert (effect_request.effect.pages, effect_request.effect.steps) == ((), 1)
+
+
 def test_a_slot_is_opened_with_its_pages() -> None:
     world, out = advance(make_world(POOL), ForRequest(ONE, Submitted(job())))
     opened = [

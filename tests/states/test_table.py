@@ -158,7 +158,7 @@ def noticed(rows: Table, fault: str, settings: tuple[Settings, ...] = EVERYTHING
 def test_a_deleted_row_is_noticed(pair: tuple[type, type]) -> None:
     rows = {key: row for key, row in TABLE.items() if key != pair}
     recovers = pair[1] is SlotEmptied or pair[0] in {Recovering, Yielding}
-    assert noticed(rows, f"{pair[0].__name__}, {pair[1].__name__}: no row", LOSING if recovers else EVERYTHING)
+    assert noticed(rows, f"{pair[0].__name__}, {pair[1].__name__}: no row", tuple(LOSING) if recovers else EVERYTHING)
 
 
 LIVE = (LookingUp, Restoring, Compressing, UnparkingDraft, Prefilling, Speculating)
@@ -237,7 +237,7 @@ def test_rows_that_come_in_after_a_loss_and_are_believed_are_noticed() -> None:
         return TABLE[Draining, PrefillAdvanced].transition(evolve(before, rows_lost=False), seen, known)
 
     rows = changed(Draining, PrefillAdvanced, trusting)
-    assert noticed(rows, "Draining, PrefillAdvanced: leaves rows to a slot that was lost", LOSING)
+    assert noticed(rows, "Draining, PrefillAdvanced: leaves rows to a slot that was lost", tuple(LOSING))
 
 
 def test_a_third_try_is_noticed() -> None:
@@ -246,7 +246,7 @@ def test_a_third_try_is_noticed() -> None:
         return TABLE[Prefilling, SlotEmptied].transition(evolve(before, prompt=prompt), seen, known)
 
     rows = changed(Prefilling, SlotEmptied, patient)
-    assert noticed(rows, "Waiting, Admitted: is looked up a third time", LOSING)
+    assert noticed(rows, "Waiting, Admitted: is looked up a third time", tuple(LOSING))
 
 
 def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.block_keys import TOKEN_BYTES, chain_keys, compute_root, pack_tokens
 from effects.ids import Tokens
+from tests.examples import count_examples
 
 BLOCK_SIZE = 2
 ROOT = compute_root("model", BLOCK_SIZE)
@@ -225,6 +226,6 @@ class AgainstAModel(RuleBasedStateMachine):
 
 TestAgainstAModel = AgainstAModel.TestCase
 TestAgainstAModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=count_examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAgainstAModel.pytestmark = [pytest.mark.timeout(120)]

@@ -21,6 +21,7 @@ from adapters.store.recent_prompts import (
 )
 from effects.ids import Tokens
 from effects.ports import Divergence
+from tests.examples import count_examples
 from tests.store.kit import OTHER, disk_store, files, save, settled
 
 ONE = tuple(range(1, 41))
@@ -69,7 +70,7 @@ prompts = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 @given(prompts, st.integers(1, 9), st.integers(40, 400), st.integers(0, 12))
 def test_any_history_agrees_with_whole_prompts(said: list[Tokens], most: int, most_bytes: int, window: int) -> None:
     recents, model, raw = RecentPrompts(most, most_bytes), list[Tokens](), b"".join(encode_snapshot([]))

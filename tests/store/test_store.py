@@ -22,6 +22,7 @@ from adapters.store.lease import Miss
 from adapters.store.open_store import open_store
 from effects.ids import Tokens
 from effects.ports import MAX_DIVERGED_TOKENS, Divergence
+from tests.examples import count_examples
 from tests.store.kit import (
     BIG,
     EVERYTHING,
@@ -499,7 +500,9 @@ class History(RuleBasedStateMachine):
 
 
 class TestHistory(History.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    settings = settings(
+        max_examples=count_examples(25), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     pytestmark = [pytest.mark.timeout(120)]  # noqa: RUF012 - pytest's own
 
 

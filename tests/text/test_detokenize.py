@@ -22,6 +22,7 @@ from adapters.text.answer.answer_pieces import (
 from adapters.text.detokenize import TextStream
 from adapters.text.stop_strings import StopStrings
 from adapters.text.tokenizer import Tokenizer
+from tests.examples import count_examples
 
 LETTERS = {byte: char for char, byte in BYTES.items()}
 UNFINISHED = [
@@ -69,21 +70,21 @@ def until_stop(text: str, stops: tuple[str, ...]) -> str:
     return text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_examples(300), deadline=None)
 @given(data=st.data())
 def test_any_tokens_stream_as_one_whole_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.integers(0, tokenizer.size + 5), max_size=40))
     assert "".join(stream(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_examples(300), deadline=None)
 @given(parts=st.lists(UTF8, max_size=8))
 def test_any_bytes_stream_as_one_whole_decode(tokenizer: Tokenizer, parts: list[bytes]) -> None:
     tokens = [tokenizer.full.token_to_id(LETTERS[byte]) for byte in b"".join(parts)]
     assert "".join(stream(tokenizer, tokens)) == tokenizer.decode(tokens) == b"".join(parts).decode(errors="replace")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 @given(text=st.text(max_size=60))
 def test_valid_text_streams_without_a_replacement_character(tokenizer: Tokenizer, text: str) -> None:
     (tokens,) = tokenizer.encode_now([text])
@@ -92,7 +93,7 @@ def test_valid_text_streams_without_a_replacement_character(tokenizer: Tokenizer
     assert joined.count("\ufffd") == text.count("\ufffd")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=count_examples(500), deadline=None)
 @given(
     text=st.text("ab<é", max_size=30),
     stops=st.lists(st.text("ab<é", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple),
@@ -118,7 +119,7 @@ def bytes_to_tokens(tokenizer: Tokenizer, raw: bytes) -> list[int]:
     return [tokenizer.full.token_to_id(LETTERS[byte]) for byte in raw]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count_examples(200), deadline=None)
 @given(text=st.text("ab<", max_size=20), stop=st.text("ab<", min_size=1, max_size=5))
 def test_no_more_is_held_back_than_what_may_begin_a_stop_string(tokenizer: Tokenizer, text: str, stop: str) -> None:
     stream = StoppedText.of(tokenizer, (stop,))
@@ -162,7 +163,7 @@ def test_control_tokens_and_hidden_tokens_have_no_text(tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("stops", [(), ("a" * 256, "a" * 255 + "b")])
 def test_a_token_costs_the_same_however_long_the_text_is(tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-    tokens = bytes_to_tokens(tokenizer, (b"a" * 200 + b"c") * 50)
+    tokens = bytes_to_tokens(tokenizer, (b"a" * 200 + b"c") * 20)
 
     def seconds(repeats: int) -> float:
         text = StoppedText.of(tokenizer, stops)

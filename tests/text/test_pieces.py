@@ -18,6 +18,7 @@ from adapters.text.token_pieces import KNOWN, TokenBounds, batch_pieces, derive_
 from adapters.text.token_spelling import Spelling
 from adapters.text.tokenizer import ClientLeft, TooManyTokens
 from adapters.text.tokenizer import Tokenizer as Ours
+from tests.examples import count_examples
 from tests.text import small
 
 # what pre-tokenizers and normalizers treat in ways of their own
@@ -47,7 +48,7 @@ CASES = {"gpt2": described(), "the demo": demos(), **{f"regex {n}": described(re
 BUILT = {name: Tokenizer.from_str(json.dumps(case)) for name, case in CASES.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count_examples(40), deadline=None)
 @pytest.mark.parametrize("name", CASES)
 @given(text=TEXTS)
 def test_pieces_have_the_tokens_of_the_whole_and_no_fewer_than_was_said(name: str, text: str) -> None:

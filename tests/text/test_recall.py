@@ -22,6 +22,7 @@ from adapters.text.read_text import read_history
 from adapters.text.recall_tokens import build_recaller
 from effects.ids import Tokens
 from effects.job import Job
+from tests.examples import count_examples
 from tests.text import small
 
 MOST = 1 << 16
@@ -117,7 +118,7 @@ def call(arguments: str) -> str:
 PARTS = st.text(st.characters(codec="utf-8"), max_size=12).map(lambda text: unicodedata.normalize("NFC", text))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=count_examples(60), deadline=None)
 @given(
     PARTS,
     st.dictionaries(PARTS, PARTS | st.integers() | st.booleans(), max_size=4),

@@ -248,7 +248,7 @@ def test_no_token_is_on_the_page(tmp_path: Path) -> None:
     assert str(said) not in json.dumps(effects)
 
 
-def test_thousands_of_requests_are_a_small_page() -> None:
+def test_a_thousand_requests_are_a_small_page() -> None:
     """Driven by hand: each is answered at once, with its first token."""
     world = make_world(Settings(slots=4, max_context=256, chunk=32, block_size=16))
     timeline, seq = Timeline(), 0
@@ -260,16 +260,16 @@ def test_thousands_of_requests_are_a_small_page() -> None:
         timeline.observe(envelope, outs, before, world)
         seq += 1
 
-    for number in range(2_500):
+    for number in range(1_000):
         request = RequestId(number)
         happen(request, Submitted(Job((number,), 1)))
         happen(request, Decoded((number,), ns=2000 + number % 77))
     html = build_page(ReadTrace(header(Settings()), timeline), "many")
     data = data_of(html)
-    assert data["requests"] == list(range(2_500))
-    assert len(data["times"]) == 5_000
-    assert [owner for owner, *_ in spans(data, "bars")] == list(range(2_500))
-    assert len(html) < 1 << 19
+    assert data["requests"] == list(range(1_000))
+    assert len(data["times"]) == 2_000
+    assert [owner for owner, *_ in spans(data, "bars")] == list(range(1_000))
+    assert len(html) < 210_000
 
 
 def test_more_events_than_find_room_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

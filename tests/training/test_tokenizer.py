@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.examples import count_examples
 from tests.training.conftest import DEMO
 from training import tokenizer as training
 from training.chat_format import CONTROLS, HIDDEN, SHOWN
@@ -19,7 +20,7 @@ SHIPPED = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
 @given(st.text())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=count_examples(80), deadline=None)
 def test_any_text_comes_back(text):
     assert SHIPPED.decode(SHIPPED.encode(text).ids, skip_special_tokens=False) == text
 

@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, evolve, field
 
-from adapters.device.decode.last_row import forward_unless_kept, needs_no_forward
+from adapters.device.decode.last_row import forward_unless_kept, has_own_time
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
 from adapters.device.decode.next_steps import count_proposing_step, find_next_steps
 from adapters.device.decode.overlapped_decode import OverlappedDecode
@@ -234,7 +234,7 @@ class DecodeRunner:
             copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else NO_COPIES
             spec = self.shard.spec
             members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
-            has_own_time = piece is None and not needs_no_forward([member.state for member in members])
+            is_timed = piece is None and has_own_time([member.state for member in members])
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -251,7 +251,7 @@ class DecodeRunner:
         is_asked = any(asks_for_matches(one.effect) for _, one in taken.values())
         matches = self.copies.find_matches([(member.slot, member.state) for member in members], is_asked=is_asked)
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
-        took_ns = time.perf_counter_ns() - started_ns if has_own_time else 0
+        took_ns = time.perf_counter_ns() - started_ns if is_timed else 0
         counts = self.copies.count_copies(members, copies)
         for member, one, matched, count in zip(members, verified.found, matches, counts, strict=True):
             outcomes[member.index] = decode_outcome(member, one, took_ns, matched, count, more=more)

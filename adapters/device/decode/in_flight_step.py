@@ -8,7 +8,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.device.decode.last_row import needs_no_forward
+from adapters.device.decode.last_row import has_own_time
 from adapters.device.decode.prompt_along import PromptRows
 from adapters.device.sampling.sampler import LaunchedPicks, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
@@ -57,7 +57,7 @@ class InFlightStep:
 
         With rows of prompts it is not known how much of the time was the decode rows' share.
         """
-        return not self.rows and not needs_no_forward([member.state for member in self.members])
+        return not self.rows and has_own_time([member.state for member in self.members])
 
 
 def last_tokens(members: Sequence[BatchMember]) -> Tensor:

@@ -80,6 +80,9 @@ def forward_unless_kept(shard: Pipeline, step: Step, tokens: Tensor, state: Slot
     return shard.forward(step, tokens)
 
 
-def needs_no_forward(states: Sequence[SlotState]) -> bool:
-    """May the step of these members take no forward, so that its time says nothing of later ones?"""
-    return len(states) == 1 and states[0].last_row is not None
+def has_own_time(states: Sequence[SlotState]) -> bool:
+    """Does a step of these members take what later ones take? Asked before its tokens are appended.
+
+    A step with a member whose last row is kept may need no forward, or wait for that member's last chunk.
+    """
+    return all(state.last_row is None for state in states)

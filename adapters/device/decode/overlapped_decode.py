@@ -161,19 +161,18 @@ class OverlappedDecode:
         """Take steps from this one on. Return the members that go on elsewhere, because they would copy text now."""
         started_ns = time.perf_counter_ns()
         has_match = False  # a request's text has a match to copy from now, so no further step is launched
+        begun = () if running is None else running.members  # members whose texts may not be indexed yet
         while running is not None:
             self._commit_rows(running)
             # The rules of what is copied hold for the members that the launch began with.
-            ends = has_match and batch.has_changed
-            staying = (
-                []
-                if batch.serve_and_check_stop() or ends
-                else [member for member in running.members if self._may_continue(member)]
-            )
+            ends = batch.serve_and_check_stop() or (has_match and batch.has_changed)
+            staying = [] if ends else [member for member in running.members if self._may_continue(member)]
             following = None
             if not has_match:
                 joining = self._begin_members(batch.take_joining(), batch)
                 following = self._launch_next(running, staying, joining, batch)
+                self.copies.index_texts((*begun, *joining))  # while the device is at work
+                begun = ()
             assert running.picking is not None
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()

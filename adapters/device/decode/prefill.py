@@ -21,6 +21,9 @@ Invariants:
 * A slot's rows count as valid only when the device has computed them.
 * When a request is given up, no further chunk begins. Chunks that have begun are finished on all shards, so that every
   shard has the same rows.
+* The last chunk of a prompt is the exception where the first decode step needs no forward of its own (`last_row.py`).
+  It is reported once it is launched, so that this step is launched before the device would idle. What the lane launches
+  behind it finds its rows in place, and copies on other streams wait for all that the lane has launched.
 * If a chunk raises, the device is waited for before anything else: where its rows go may belong to another slot soon.
 
 Example: 5,000 rows with chunks of 2,048 are three forwards, of 2,048, 2,048 and 904 rows. The last one runs in the
@@ -123,10 +126,12 @@ def run_prefill(
     *,
     follow: Follow | None,
     is_alone: bool,
+    waits_for_last: bool,
 ) -> Iterator[int]:
     """Compute the rows of a prefill, and yield after each chunk how many rows of the slot are in place.
 
-    For a shard that runs ahead of the host, this happens while the device is at the next chunk.
+    For a shard that runs ahead of the host, this happens while the device is at the next chunk. waits_for_last: also
+    a chunk with the prompt's last row is waited for. Otherwise it is yielded when it is launched.
     buckets: the largest is a chunk. given_up: no further chunk begins once it is true. follow: reads what the forward
     of a chunk left, before the next one overwrites it; None: nothing follows, so the prompt's last row may go along.
     is_alone: see `can_take_last_row`.
@@ -140,7 +145,8 @@ def run_prefill(
             elif follow is not None:
                 follow(step, forward, [step.rows], [state])
             stop = min(step.segments[0].start + step.rows, effect.stop)
-            yield stop, record_event(shard.spec.device) if ahead else None
+            is_awaited = ahead and (waits_for_last or step.rows_only)
+            yield stop, record_event(shard.spec.device) if is_awaited else None
 
     ahead = shard.launches_ahead
     for stop in settle_in_order(shard, run_chunks()):

@@ -27,7 +27,8 @@ class PrefillRunner:
 
     buckets: row counts that forwards run with, ascending. chunk: the most rows of a forward. is_abandoned: is a request
     given up? is_lane_wanted: should a prefill of several chunks end, because other work waits? is_alone: is no other
-    request in a launch? decoding: its draft follows the rows.
+    request in a launch? has_own_lane: prompts have a lane, so decode steps are launched on another stream. decoding:
+    its draft follows the rows.
     """
 
     shard: Pipeline
@@ -38,12 +39,15 @@ class PrefillRunner:
     is_abandoned: Callable[[RequestId], bool]
     is_lane_wanted: Callable[[], bool]
     is_alone: Callable[[], bool]
+    has_own_lane: bool
     decoding: DecodeRunner
 
     def run(self, request: RequestId, effect: RunPrefill, queue: OutcomeQueue) -> Outcome:
         """Compute the rows of one prefill. queue: gets the outcomes of all chunks but the last one, which is returned.
 
-        The caller has checked that the request is not abandoned.
+        The caller has checked that the request is not abandoned. Each time that is reported is that of all chunks so
+        far. It is not known where shards work side by side, until all are done, nor where the last chunk is reported
+        before the device has computed it (`run_prefill`).
         """
         state = self._begin(request, effect)
         if isinstance(state, DeviceFailed):
@@ -57,21 +61,27 @@ class PrefillRunner:
         stop = effect.start
         follow = None if self.decoding.proposer is None else self.decoding.follow
         chunks = run_prefill(
-            self.shard, self.buckets, state, effect, is_given_up, follow=follow, is_alone=self.is_alone()
+            *(self.shard, self.buckets, state, effect, is_given_up),
+            follow=follow,
+            is_alone=self.is_alone(),
+            waits_for_last=self.has_own_lane,
         )
         started_ns = time.perf_counter_ns()
         try:
             for stop in chunks:
                 if stop < effect.stop:
-                    queue.put(((request, PrefillAdvanced(stop, more=True)),))
+                    took_ns = time.perf_counter_ns() - started_ns if self.shard.launches_ahead else 0
+                    queue.put(((request, PrefillAdvanced(stop, took_ns, more=True)),))
         except Exception as error:
             is_lost = effect.stop - effect.start > self.chunk or not self.shard.states.survives_failure
             if is_lost and self.shard.states.specs and is_out_of_memory(error):
                 return self.decoding.fail_half_settled(effect.slot, error)
             raise
-        # Without waiting, the host would acknowledge rows that the device has yet to compute.
-        self.shard.synchronize()
-        took_ns = time.perf_counter_ns() - started_ns
+        took_ns = 0
+        if self.has_own_lane or state.last_row is None:
+            # Without waiting, the host would acknowledge rows that the device has yet to compute.
+            self.shard.synchronize()
+            took_ns = time.perf_counter_ns() - started_ns
         if stop == effect.stop:
             self.checkpoints.keep_after_chunk(request, effect, state)
         return PrefillAdvanced(stop, took_ns)

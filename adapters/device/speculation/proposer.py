@@ -177,6 +177,10 @@ class TextProposer(Protocol):
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         ...
 
+    def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Index what these slots have of their texts, so that `find_matches` need not do it after a step."""
+        ...
+
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Note that these states have the tokens of a step, where no match is asked for."""
         ...

@@ -32,7 +32,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, Branch, IndexedText, TextMatcher
 from effects.ids import Tokens
 
-MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms
+MOST_TEXT = 1 << 17  # tokens of a slot that are indexed: 2 MB, some 5 ms
 MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
 MOST_SALTS = 16  # salts that have an archive; the one that was used least recently goes
 LEAD = 8  # tokens before an answer that are archived with it, so that its beginning can be found
@@ -82,6 +82,11 @@ class SuffixProposer:
         texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
         self.matcher.match(texts)
         return self._archive_ended(slots, [own.matched for own, _ in texts])
+
+    def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
+        """Index what these slots have of their texts, so that `find_matches` need not do it after a step."""
+        for slot, state in slots:
+            self._read_text(slot, state)
 
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Note that these states have the tokens of a step, where no match is asked for.

@@ -6,8 +6,10 @@ uvicorn waits for ever for a request's head, and for the rest of a body that no 
 * The rest of a body that still arrives after its answer is thrown away, up to `DRAIN_BYTES` and for `drain_s` seconds.
   Then the connection ends. If it were closed at once, with bytes unread, it would be reset. A client that is still
   sending might then never see the answer.
-* Requests that a client has sent ahead of their answers (pipelining) begin one in each turn of the event loop, over all
-  connections. So a client that sends many of them delays itself.
+* Requests begin one in each turn of the event loop, over all connections. If many come at once, what a device has done
+  meanwhile is heard between two of them. Otherwise it would idle until all are read.
+* A request that a client has sent ahead of an answer (pipelining) takes its turn after that answer. So a client that
+  sends many of them delays itself.
 * An application can drop a connection whose client does not read (`scope[ABORT]`). A connection that is closed is gone
   within a time limit, whether or not its client reads.
 """
@@ -92,6 +94,7 @@ class LimitedProtocol(H11Protocol):
             scope[STOPPING] = shared.stopping
             cycle = self.cycle
             scope[ANNOUNCED] = lambda: self.announced_bytes if self.cycle is cycle else 0
+            await shared.paced_calls.wait_for_turn()
             await inner(scope, receive, send)
 
         self.app = app

@@ -37,9 +37,10 @@ from adapters.store.disk.index_journal_file import JournalFile
 from adapters.store.disk.recent_prompts_file import RecentPromptsFile
 from adapters.store.file_description import make_entry, pause_garbage_collection, read_entry
 from adapters.store.files.codec import DECODERS, CodecChooser
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import MAX_HANDLE, Layout, Newer, Outdated, encode_run, format_name, parse_name
 from adapters.store.files.private_folder import LOCK, PrivateFolder
-from adapters.store.files.read_run import Expected, RunFile
+from adapters.store.files.read_run import RunFile
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompts
@@ -189,9 +190,8 @@ class DiskTier:
     def _open_run(self, entry: Entry, memory: SlabMemory, then: ReadCallback) -> tuple[RunFile, Buffer]:
         expected = Expected(entry.size, entry.run, self.layout)
         buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
-        return RunFile(
-            self.folder, self.get_file_name(entry), expected, self._readers, then=lambda: then(buffer)
-        ), buffer
+        name = self.get_file_name(entry)
+        return RunFile(self.folder, name, expected, self._readers, then=lambda: then(buffer)), buffer
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a file from the disk itself, not from the page cache: for measurements. Raises Damaged, OSError."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, TypeAlias
 
 from attrs import define
 
+from adapters.processors import count_processors
 from adapters.store.files import plain_frames, seekable
 from adapters.store.files.seekable import Compress
 
@@ -16,7 +16,7 @@ CODECS: tuple[Fixed, ...] = ("store", "zstd")
 ZSTD_LEVEL = 1
 # Pieces that are read and decoded at the same time. Two for each core: while one waits for the disk, another is
 # decoded.
-DECODERS = max(4, min(16, 2 * (os.cpu_count() or 1)))
+DECODERS = max(4, min(16, 2 * count_processors()))
 # Ratios of restore times are in thousandths, zstd files to plain ones.
 EQUAL_RATIO = 1000  # both kinds of files are restored as quickly
 REQUIRED_RATIO = 900  # `auto` takes zstd below this ratio; a smaller gain is not worth the processor time

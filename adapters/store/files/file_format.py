@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -61,7 +62,7 @@ def sort_by_alignment(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return tuple(sorted(specs, key=lambda spec: -ELEMENT_BYTES[spec.dtype]))
 
 
-@frozen
+@frozen(cache_hash=True)
 class Layout:
     """The layout of the rows that are kept of one target, and of its draft if there is one.
 
@@ -169,8 +170,12 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
     frames: the digest of the other frames.
     """
-    count = run.length
-    at = len(run.tokens)
+    before, after = encode_around_digest(run, layout)
+    return before + frames.hex().encode() + after
+
+
+def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
+    """Return what stands in a head before the digest of the frames, and what stands behind it."""
     about = {
         "rekindle_kv": str(VERSION),
         "kind": run.kind,
@@ -179,24 +184,37 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
         "start": str(run.start),
         "parent": run.parent.hex(),
         "key": run.keys[-1].hex(),
-        "frames": frames.hex(),
     }
+    more = dict[str, str]()
     if run.kind == "draft":
         assert layout.draft is not None, "no draft, so its rows have no layout"
-        about["draft"] = layout.draft.identity
+        more["draft"] = layout.draft.identity
     if run.kind == "state":
-        about["since"] = str(run.since)
-    tensors: dict[str, Any] = {
-        "__metadata__": about,
-        "tokens": {"dtype": "I32", "shape": [count], "data_offsets": [0, at]},
-    }
-    for spec in layout.get_specs(run.kind, count):
+        more["since"] = str(run.since)
+    before = b'{"__metadata__":%b,"frames":"' % encode_json(about)[:-1]
+    end = b"," + encode_json(more)[1:] if more else b"}"
+    after = b'"%b,%b' % (end, describe_tensors(layout, run.kind, run.length))
+    size = len(before) + 2 * DIGEST + len(after)
+    padding = -size % 8
+    size += padding
+    after += b" " * padding
+    return size.to_bytes(8, "little") + before, after + run.tokens
+
+
+@lru_cache(64)
+def describe_tensors(layout: Layout, kind: Kind, tokens: int) -> bytes:
+    """Return the rest of a header behind its metadata. It is the same for all runs of one length."""
+    at = tokens * TOKEN_BYTES
+    tensors: dict[str, Any] = {"tokens": {"dtype": "I32", "shape": [tokens], "data_offsets": [0, at]}}
+    for spec in layout.get_specs(kind, tokens):
         offsets = [at, at + spec.nbytes]
         tensors[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
         at += spec.nbytes
-    raw = json.dumps(tensors, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw + run.tokens
+    return encode_json(tensors)[1:]
+
+
+def encode_json(content: object) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def split_frames(size: int) -> list[tuple[int, int]]:

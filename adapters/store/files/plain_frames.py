@@ -6,7 +6,7 @@ Any zstd decoder reads them. zstd's own encoder searches for matches at every le
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 
 from attrs import frozen
 
@@ -24,45 +24,70 @@ MOST = (1 << 32) - 1  # bytes of a content, whose size a frame gives in four byt
 class PlainCompressor:
     """Makes frames that carry their content's size and checksum. Only one thread at a time may use it.
 
-    compiled: the library.
+    short: compresses short contents.
     """
 
-    compiled: ctypes.CDLL
     short: Compress
 
     def compress(self, data: Buffer) -> bytes:
         """Return the frame of a content. The interpreter is free while it is made."""
-        import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+        return pack_frame(data) if SHORT <= memoryview(data).nbytes <= MOST else self.short.compress(data)
 
-        content = np.frombuffer(data, np.uint8)
-        if not SHORT <= content.nbytes <= MOST:
-            return self.short.compress(data)
-        frame = make_bytes(self.compiled.rekindle_frame_bytes(content.nbytes))
-        self.compiled.rekindle_pack_frame(content.ctypes.data, content.nbytes, find_address(frame))
-        return frame
+
+@lru_cache(256)
+def count_frame_bytes(content: int) -> int:
+    """Return the bytes of the plain frame of so many bytes. There is a compiled library."""
+    compiled = load_functions()
+    assert compiled is not None, "callers have asked for it"
+    return int(compiled.rekindle_frame_bytes(content))
+
+
+def pack_short_frame(data: bytes) -> bytes:
+    """Return the plain frame of a short content, which is not empty. There is a compiled library.
+
+    The interpreter is kept, since another thread might take it for longer than this takes.
+    """
+    compiled = load_brief_functions()
+    assert compiled is not None, "callers have asked for it"
+    frame = make_bytes(count_frame_bytes(len(data)))
+    compiled.rekindle_pack_frame(find_address(data), len(data), find_address(frame))
+    return frame
+
+
+def pack_frame(data: Buffer) -> bytes:
+    """Return the plain frame of a content. The interpreter is free while it is made. There is a compiled library."""
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
+    compiled = load_functions()
+    assert compiled is not None, "callers have asked for it"
+    content = np.frombuffer(data, np.uint8)
+    frame = make_bytes(compiled.rekindle_frame_bytes(content.nbytes))
+    compiled.rekindle_pack_frame(content.ctypes.data, content.nbytes, find_address(frame))
+    return frame
 
 
 def create_plain_compressor() -> Compress:
     """Return a compressor of plain frames: the library's, or zstd's where there is none."""
-    compiled = load_functions()
     short = seekable.create_compressor(LEVEL)
-    return short if compiled is None else PlainCompressor(compiled, short)
+    return short if load_functions() is None else PlainCompressor(short)
 
 
-def read_plain_frame(descriptor: int, at: int, length: int, target: memoryview) -> bytes:
-    """Read a frame of a file straight to its place in `target`, which it fills. Return its checksum, compared.
+def read_plain_frames(descriptor: int, at: int, target: memoryview, frame: int) -> bytes | None:
+    """Read neighbouring frames of a file straight to their places in `target`, which they fill.
 
-    It is empty where this is not exactly a frame that PlainCompressor makes, or cannot be read. Then the target may
-    hold anything, and another decoder has to say what is wrong.
+    frame: bytes of their contents, fewer of the last. Returns their checksums, compared. None where this is not exactly
+    what PlainCompressor makes, or cannot be read. Then the target may hold anything, and another decoder has to say
+    what is wrong.
     """
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
     compiled = load_functions()
     if compiled is None:
-        return b""
+        return None
     place = np.frombuffer(target, np.uint8)
-    found = compiled.rekindle_read_frame(descriptor, at, length, place.ctypes.data, place.nbytes)
-    return b"" if found < 0 else int(found).to_bytes(seekable.CHECKSUM, "little")
+    sums = np.empty(-(-place.nbytes // frame), "<u4")
+    failed = compiled.rekindle_read_frames(descriptor, at, place.ctypes.data, place.nbytes, frame, sums.ctypes.data)
+    return None if failed else sums.tobytes()
 
 
 @cache
@@ -71,6 +96,14 @@ def load_functions() -> ctypes.CDLL | None:
 
     library = find_library()
     return None if library is None else library.code
+
+
+@cache
+def load_brief_functions() -> ctypes.PyDLL | None:
+    from adapters.models.kernels.cpu.native.native_library import find_library  # noqa: PLC0415 - readers need none
+
+    library = find_library()
+    return None if library is None else library.brief
 
 
 def make_bytes(size: int) -> bytes:

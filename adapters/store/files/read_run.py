@@ -11,7 +11,7 @@ import io
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, cast
@@ -19,16 +19,16 @@ from typing import Protocol, cast
 from attrs import frozen
 
 from adapters.store.files import seekable
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
+    FRAME,
     MAX_HEAD_BYTES,
-    Layout,
-    Run,
     check_frames,
     digest_frames,
     encode_head,
     split_frames,
 )
-from adapters.store.files.plain_frames import read_plain_frame
+from adapters.store.files.plain_frames import SHORT, read_plain_frames
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.seekable import Damaged, Sizes
 
@@ -37,15 +37,6 @@ PAGE = 4096  # direct reads begin and end at its multiples
 CACHED_SHARE = 0.5  # of a file's pages
 LIBC = ctypes.CDLL(None)
 _free_scratch = deque[mmap.mmap]()  # mappings that are not in use
-
-
-@frozen
-class Expected:
-    """The size with which a file was written, and the run that it must hold."""
-
-    size: int
-    run: Run
-    layout: Layout
 
 
 class RunContent(Protocol):
@@ -61,6 +52,11 @@ class RunContent(Protocol):
     @property
     def descriptor(self) -> int | None:
         """A file from which frames may be read straight to their places; None where there is none."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The file's path; empty where it is not to be opened again."""
         ...
 
 
@@ -129,9 +125,16 @@ class RunFile(io.FileIO):
         """The file, unless whole pages have to be read of it."""
         return None if self.direct else self.fileno()
 
+    @property
+    def path(self) -> str:
+        """Nothing: the folder opens its files itself."""
+        return ""
 
-def fill_target(content: RunContent, expected: Expected, pool: Executor, target: memoryview) -> None:
-    """Fill the target with the run's tensors. pool: its threads help reading.
+
+def fill_target(content: RunContent, expected: Expected, pool: Executor | None, target: memoryview) -> None:
+    """Fill the target with the run's tensors.
+
+    pool: its threads help reading. None: this thread reads alone, where others are kept busy by other runs.
 
     Raises Damaged if the content is not exactly what we would write for this run, OSError if reading fails.
     """
@@ -139,7 +142,19 @@ def fill_target(content: RunContent, expected: Expected, pool: Executor, target:
         raise Damaged("the file has another size than when it was written")
     frames = read_table(content, 1 + len(split_frames(len(target))))
     check_frames(frames, len(target))
-    own, *others = group_frames(frames)
+    read = read_batches(content, group_frames(frames), pool, target)
+    checksums = [batch.checksums for batch in read]
+    if read[0].head != encode_head(expected.run, expected.layout, digest_frames(checksums)):
+        raise Damaged("the file holds another run, or another model's")
+
+
+def read_batches(
+    content: RunContent, batches: Sequence[FrameBatch], pool: Executor | None, target: memoryview
+) -> list[BatchResult]:
+    """Read batches into the target and return their results in order. Raises Damaged or OSError."""
+    if pool is None:
+        return [read_batch(content, batch, target) for batch in batches]
+    own, *others = batches
     futures = [pool.submit(read_batch, content, batch, target) for batch in others]
     try:
         read = [read_batch(content, own, target)]
@@ -150,10 +165,7 @@ def fill_target(content: RunContent, expected: Expected, pool: Executor, target:
     finally:
         # After this no thread writes into the target or reads the content.
         wait(futures)
-    read += [future.result() for future in futures]
-    checksums = [one for batch in read for one in batch.checksums]
-    if read[0].head != encode_head(expected.run, expected.layout, digest_frames(checksums)):
-        raise Damaged("the file holds another run, or another model's")
+    return read + [future.result() for future in futures]
 
 
 @frozen
@@ -199,9 +211,12 @@ def enable_direct_reads(descriptor: int) -> bool:
 
 @frozen
 class BatchResult:
-    """The result of reading one batch, without the contents. head: the header, if the batch begins with it."""
+    """The result of reading one batch, without the contents.
 
-    checksums: tuple[bytes, ...]
+    checksums: of its frames of tensors, end to end. head: the header, if the batch begins with it.
+    """
+
+    checksums: bytes
     head: bytes = b""
 
 
@@ -216,7 +231,7 @@ def read_table(file: RunContent, frames: int) -> list[Sizes]:
 
 def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> BatchResult:
     """Read neighbouring frames, and decompress their tensors into `target`. Raises Damaged or OSError."""
-    if file.descriptor is not None and (found := read_plain_batch(file, file.descriptor, batch, target)) is not None:
+    if (found := read_plain_batch(file, batch, target)) is not None:
         return found
     at = batch.content
     head = b""
@@ -230,29 +245,25 @@ def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> Batch
                 checksums.append(seekable.read_checksum(raw[:packed]))
             raw = raw[packed:]  # noqa: PLW2901 - what is left of it
             at = at + content
-    return BatchResult(tuple(checksums), head)
+    return BatchResult(b"".join(checksums), head)
 
 
-def read_plain_batch(file: RunContent, descriptor: int, batch: FrameBatch, target: memoryview) -> BatchResult | None:
+def read_plain_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> BatchResult | None:
     """Read frames that are not compressed straight to their places, which saves a copy: a third of the time.
 
-    None if some frame is another one, or damaged. Raises Damaged or OSError.
+    None if this is no file, or if some frame is another one or damaged. Raises Damaged if the head is, or OSError.
     """
-    at = batch.content
-    place = batch.at
-    head = b""
-    checksums = list[bytes]()
-    for packed, content in batch.frames:
-        if at < 0:
-            with file.read_piece(place, packed) as raw:
-                head = read_head_frame(raw, content)
-        elif checksum := read_plain_frame(descriptor, place, packed, target[at : at + content]):
-            checksums.append(checksum)
-        else:
-            return None
-        place += packed
-        at += content
-    return BatchResult(tuple(checksums), head)
+    head_bytes, head_content = batch.frames[0] if batch.content < 0 else (0, 0)
+    rows = batch.frames[1:] if head_bytes else batch.frames
+    if file.descriptor is None or not rows or rows[-1][1] < SHORT:
+        return None
+    begin = max(batch.content, 0)
+    place = target[begin : begin + sum(content for _, content in rows)]
+    checksums = read_plain_frames(file.descriptor, batch.at + head_bytes, place, FRAME)
+    if checksums is None or not head_bytes:
+        return None if checksums is None else BatchResult(checksums)
+    with file.read_piece(batch.at, head_bytes) as raw:
+        return BatchResult(checksums, read_head_frame(raw, head_content))
 
 
 def read_head_frame(frame: memoryview, content: int) -> bytes:

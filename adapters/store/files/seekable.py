@@ -107,6 +107,16 @@ def decompress(frame: Buffer, target: memoryview) -> None:
         raise Damaged(f"a frame does not decompress: {error}") from error
 
 
+def decompress_exactly(frame: bytes, size: int) -> bytes:
+    """Return the content of exactly one frame, which says that it has this size. Raises Damaged."""
+    try:
+        if zstandard.get_frame_parameters(frame).content_size != size:
+            raise Damaged("a frame's header is not ours")
+        return _decompressor.context.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Damaged(f"a frame does not decompress: {error}") from error
+
+
 def decompress_beginning(raw: Buffer, target: memoryview) -> None:
     """Fill `target` with the content of the first frame of `raw`; more may follow. Its checksum is not compared.
 

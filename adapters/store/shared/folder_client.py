@@ -1,9 +1,9 @@
 """A client of a folder that several servers mount.
 
-The library lists such a folder, as any store. Runs are read and written here, by threads of our own. A run is read
-straight to its place, or piece by piece into memory that is used again and again, and decoded while it is in the
-processor's cache. The library reads it whole into new memory first, and a core takes as long to map that as to copy the
-bytes.
+The library lists such a folder, as any store. Runs are read and written here, by threads of our own. A stored run is
+read straight to its place, and written from there (`stored_file.py`). Another one is read piece by piece into memory
+that is used again and again, and decoded while it is in the processor's cache. The library reads it whole into new
+memory first, and a core takes as long to map that as to copy the bytes.
 
 A folder may hang when its server is gone. A caller waits within its limit only, and the thread is left behind.
 """
@@ -28,8 +28,9 @@ from attrs import define, field
 from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent, borrow_scratch, read_fully
 from adapters.store.files.seekable import Damaged
-from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable, shorten_error
+from adapters.store.shared.object_client import Folder, ObjectClient, ObjectExists, StoreUnreachable, shorten_error
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
+from adapters.store.shared.thread_calls import start_call
 
 THREADS = 64  # reads and writes at once; most wait for the folder
 CLEARLY_TEMPORARY = "#"  # with a number behind it: listings of the library leave such files out
@@ -46,6 +47,11 @@ class FolderClient(ObjectClient):
     def __attrs_post_init__(self) -> None:
         self._root = Path(unquote(urlsplit(self.url).path))
 
+    @property
+    def folder(self) -> Folder:
+        """This client."""
+        return self
+
     async def read_content(
         self,
         name: str,
@@ -56,10 +62,14 @@ class FolderClient(ObjectClient):
     ) -> T:
         """Do as any client does. After the limit, `then` is not called any more."""
         claim = threading.Lock()
+        path = f"{self._root}/{name}"
 
         def read() -> T:
-            with open_file(self._root / name) as file:
+            file = FolderFile(path)
+            try:
                 found = decode(file)
+            finally:
+                file.close()
             if not claim.acquire(blocking=False):
                 raise StoreUnreachable("the caller has not waited for it")
             then(found)
@@ -69,8 +79,12 @@ class FolderClient(ObjectClient):
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
-        write = partial(write_file, self._root / name, parts, replace=replace)
-        await self._run(write, compute_patient_limit(sum(map(len, parts))), threading.Lock())
+        await self.write_file(name, sum(map(len, parts)), partial(write_file, parts=parts, replace=replace))
+
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
+        """Write a file as `Folder` describes it."""
+        work = partial(write_to_folder, f"{self._root}/{name}", write)
+        return await self._run(work, compute_patient_limit(size), threading.Lock())
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -81,26 +95,39 @@ class FolderClient(ObjectClient):
         claim: taken by the first of two that end the call: its thread, if the result counts, or this caller after the
         limit.
         """
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        done, _ = await asyncio.wait((running,), timeout=limit_s)
-        if not done and claim.acquire(blocking=False):
-            running.add_done_callback(ignore_result)
-            raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}")
-        return await running
+        answer = start_call(self._threads, work)
 
+        def expire() -> None:
+            if not answer.done() and claim.acquire(blocking=False):
+                answer.set_exception(StoreUnreachable(f"no answer within {limit_s:.1f} s from {self.place}"))
 
-def ignore_result(done: asyncio.Future[T]) -> None:
-    """Retrieve the exception, so that asyncio does not report that nothing did."""
-    if not done.cancelled():
-        done.exception()
+        timer = asyncio.get_running_loop().call_later(limit_s, expire)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
 
 
 @define(eq=False)
 class FolderFile:
-    """A file of the folder, as `fill_target` reads it."""
+    """A file of the folder, as `fill_target` reads it. It is opened when something of it is read in Python.
 
-    descriptor: int
-    size: int
+    Everything raises FileNotFoundError, StoreUnreachable or Damaged. One thread asks for `size` before others read.
+    """
+
+    path: str
+    _descriptor: int = -1
+    _size: int = 0
+
+    @property
+    def size(self) -> int:
+        self._open()
+        return self._size
+
+    @property
+    def descriptor(self) -> int:
+        self._open()
+        return self._descriptor
 
     @contextmanager
     def read_piece(self, at: int, length: int) -> Iterator[memoryview]:
@@ -110,47 +137,40 @@ class FolderFile:
                 read_fully(self.descriptor, space[:length], at, length)
             yield space[:length]
 
-
-@contextmanager
-def open_file(path: Path) -> Iterator[FolderFile]:
-    """Open a file for as long as the block takes. Raises FileNotFoundError, StoreUnreachable or Damaged."""
-    with expect_folder():
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would wait for its writer
-    try:
+    def _open(self) -> None:
+        if self._descriptor >= 0:
+            return
         with expect_folder():
-            facts = os.fstat(descriptor)
+            # A pipe of that name would wait for its writer.
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            facts = os.fstat(self._descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise Damaged("it is no file")
-        yield FolderFile(descriptor, facts.st_size)
-    finally:
-        os.close(descriptor)
+        self._size = facts.st_size
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
-def write_file(path: Path, parts: Sequence[bytes], *, replace: bool) -> None:
-    """Write a file under another name, and give it its own when it is whole. Raises ObjectExists, StoreUnreachable."""
-    temporary = path.with_name(f"{path.name}{CLEARLY_TEMPORARY}{secrets.randbits(63)}")
+def write_to_folder(path: str, write: Callable[[str, str], T]) -> T:
+    """Write a file under another name first. Raises ObjectExists, StoreUnreachable."""
+    temporary = f"{path}{CLEARLY_TEMPORARY}{secrets.randbits(63)}"
     try:
         try:
-            write_parts(temporary, parts)
+            return write(temporary, path)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_parts(temporary, parts)
-        try:
-            if replace:
-                temporary.rename(path)
-            else:
-                path.hardlink_to(temporary)
-        finally:
-            temporary.unlink(missing_ok=True)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            return write(temporary, path)
     except FileExistsError as error:
         raise ObjectExists from error
     except OSError as error:
         raise StoreUnreachable(shorten_error(error)) from error
 
 
-def write_parts(path: Path, parts: Sequence[bytes]) -> None:
-    """Write a new file. Raises OSError; what was written is removed then."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def write_file(temporary: str, path: str, parts: Sequence[bytes], *, replace: bool) -> None:
+    """Write a file, and give it its name when it is whole. Raises OSError; then nothing is left."""
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         try:
             for part in parts:
@@ -159,9 +179,9 @@ def write_parts(path: Path, parts: Sequence[bytes]) -> None:
                     left = left[os.write(descriptor, left) :]
         finally:
             os.close(descriptor)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+        (os.rename if replace else os.link)(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 @contextmanager

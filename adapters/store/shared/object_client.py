@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from attrs import define, frozen
@@ -22,6 +22,7 @@ from adapters.store.files.read_run import RunContent
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.store_url import ENDPOINTS
+from adapters.store.shared.thread_calls import start_call
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -51,6 +52,17 @@ class ObjectFacts:
     version: str
 
 
+class Folder(Protocol):
+    """A store whose objects are files, which functions of ours write and read."""
+
+    async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
+        """Write an object of this size by a function, on a thread, and return its result.
+
+        write: makes a file of the first name, and gives it the second one when it is whole. Raises as `write_object`.
+        """
+        ...
+
+
 @define(eq=False)
 class ObjectClient:
     """Operations on the objects below one URL. Any thread with a running event loop may call them.
@@ -60,6 +72,11 @@ class ObjectClient:
 
     url: str
     _store: ObjectStore
+
+    @property
+    def folder(self) -> Folder | None:
+        """The folder, if the store is one."""
+        return None
 
     @property
     def place(self) -> str:
@@ -135,7 +152,7 @@ class ObjectClient:
             then(found)
             return found
 
-        return await asyncio.get_running_loop().run_in_executor(workers, read)
+        return await start_call(workers, read)
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""

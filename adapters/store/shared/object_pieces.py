@@ -18,6 +18,7 @@ class ObjectPieces:
 
     pieces: Sequence[memoryview]
     descriptor: None = field(default=None, init=False)  # it is no file
+    path: str = field(default="", init=False)
     _starts: list[int] = field(init=False)
 
     def __attrs_post_init__(self) -> None:

@@ -2,32 +2,37 @@
 
 The rows of a job are let go of as soon as they are encoded: on a GPU they lie in pinned memory, which snapshots need,
 and a store may be far slower than they are. From then on only the file waits, in ordinary memory. Both count against
-one limit. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
-finds that the store lacks it.
+one limit. The stored file of a run in a folder is written from where its rows are, and not encoded before. What finds
+no room, or what the store refuses, is dropped and counted; it is written when a later snapshot finds that the store
+lacks it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from attrs import define, field
 
+from adapters.processors import count_processors
 from adapters.store.file_description import make_entry
 from adapters.store.files.codec import CodecChooser
 from adapters.store.files.file_format import Layout, Run, encode_run
+from adapters.store.files.stored_file import RowsToWrite, can_write_rows
 from adapters.store.shared.catalogue import Catalogue
-from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
+from adapters.store.shared.object_client import Folder, ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
 from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason, has_room
+from adapters.store.shared.thread_calls import start_call
+from adapters.store.slab_memory import Buffer
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
-ENCODERS = max(1, min(UPLOADS, (os.cpu_count() or 1) // 4))  # the other cores serve requests
+ENCODERS = max(1, min(UPLOADS, count_processors() // 4))  # the other cores serve requests
 TASKS = UPLOADS + ENCODERS  # so that as many are encoded meanwhile
 
 
@@ -37,6 +42,26 @@ class WriteWatch:
 
     left: set[int]
     done: Future[None] = field(factory=Future[None])
+
+
+@define(eq=False)
+class LentRows:
+    """The rows of a job, which the store keeps for it. size: in bytes; 0 once the job is finished."""
+
+    rows: Buffer | None
+    size: int
+    finish: Callable[[], None] | None
+
+
+def write_from_rows(run: Run, layout: Layout, held: LentRows, temporary: str, path: str, *, replace: bool) -> int:
+    """Write a file from where the rows are, and return its size. Called on a thread, which may be left behind.
+
+    Raises OSError.
+    """
+    rows = held.rows  # kept until the thread has read them, also if the caller gives up
+    if rows is None:
+        raise StoreUnreachable("the caller has not waited for it")
+    return RowsToWrite(run, layout, rows.data.data_ptr()).write(temporary, path, replace=replace)
 
 
 @define(eq=False)
@@ -111,55 +136,79 @@ class Publisher:
                 watch.done.set_result(None)
 
     async def empty_queue(self, uploads: asyncio.Semaphore) -> None:
-        """Write what is queued. Several tasks may do so at once. uploads: how many of them write at once."""
+        """Write what is queued. Several tasks may do so at once.
+
+        uploads: how many of them write at once. In a folder all do, because a part of them hashes rows meanwhile.
+        """
         while self._queue:
             number, job = self._queue.popleft()
+            held = LentRows(job.rows, job.size, job.finish)
+            run = job.run
+            del job
             size = 0
             try:
-                parts = await self._encode(job)
-                size = sum(map(len, parts))
-                run = job.run
-                del job  # its rows are free
-                if parts:
+                if not self._is_wanted(run, held.size):
+                    pass
+                elif (folder := self._find_folder(held.size)) is not None:
+                    await self._upload(run, partial(self._write_rows, folder, run, held))
+                else:
+                    parts = await start_call(self._encoder, partial(self._make_file, run, held))
+                    size = sum(map(len, parts))
+                    self._let_go(held, size)
                     async with uploads:
-                        await self._upload(run, parts)
+                        await self._upload(run, partial(self._write_parts, parts))
                     del parts
+            except MemoryError:
+                self.counts["write_errors"] += 1
             finally:
-                with self.lock:
-                    self.uploading_bytes -= size
+                self._let_go(held, -size)
                 self._count_off(number)
 
-    async def _encode(self, job: WriteRun) -> list[bytes]:
-        """Return the file of a job, in parts. There are none if the run is not to be written.
+    def _let_go(self, held: LentRows, file_bytes: int) -> None:
+        """Finish a job whose rows are not needed any more, unless that was done before.
 
-        In any case the job's rows are not needed any more, and `job.finish` is called, which releases them.
+        file_bytes: by which the files that wait have grown at the same moment.
         """
-        parts = list[bytes]()
-        size = job.size
-        finish = job.finish
-        try:
-            if not has_room(self.limits, size, self.catalogue.count_held_bytes()):
-                self.counts["dropped_no_room"] += 1
-            elif not self.catalogue.is_known(job.run):
-                parts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._make_file, job)
-        except MemoryError:
-            self.counts["write_errors"] += 1
-        finally:
-            del job
-            with self.lock:
-                self.queued_bytes -= size
-                self.uploading_bytes += sum(map(len, parts))
+        held.rows = None
+        with self.lock:
+            self.uploading_bytes += file_bytes
+            self.queued_bytes -= held.size
+            held.size = 0
+            finish = held.finish
+            held.finish = None
+            if finish is not None:
                 finish()
-        return parts
 
-    def _make_file(self, job: WriteRun) -> list[bytes]:
-        return encode_run(job.run, self.layout, job.rows.data.numpy().data, self.chooser.create_compressor())
+    def _is_wanted(self, run: Run, size: int) -> bool:
+        if not has_room(self.limits, size, self.catalogue.count_held_bytes()):
+            self.counts["dropped_no_room"] += 1
+            return False
+        return not self.catalogue.is_known(run)
 
-    async def _upload(self, run: Run, parts: list[bytes]) -> None:
+    def _make_file(self, run: Run, held: LentRows) -> list[bytes]:
+        rows = held.rows
+        if rows is None:  # nobody waits for the file any more
+            return []
+        return encode_run(run, self.layout, rows.data.numpy().data, self.chooser.create_compressor())
+
+    async def _write_parts(self, parts: list[bytes], name: str, replace: bool) -> int:
+        await self.client.write_object(name, parts, replace=replace)
+        return sum(map(len, parts))
+
+    def _find_folder(self, size: int) -> Folder | None:
+        """Return the folder to which rows of this size are written from where they are, if the store is one."""
+        folder = self.client.folder
+        return folder if folder and self.chooser.choice == "store" and can_write_rows(size) else None
+
+    async def _write_rows(self, folder: Folder, run: Run, held: LentRows, name: str, replace: bool) -> int:
+        write = partial(write_from_rows, run, self.layout, held, replace=replace)
+        return await folder.write_file(name, held.size, write)
+
+    async def _upload(self, run: Run, write: Callable[[str, bool], Awaitable[int]]) -> None:
+        """Write a run. write: gets its name, and whether it replaces an object; returns its bytes."""
         name = name_run(self.catalogue.root, run)
-        size = sum(map(len, parts))
         try:
-            await self.client.write_object(name, parts, replace=self.catalogue.is_damaged(name))
+            size = await write(name, self.catalogue.is_damaged(name))
         except ObjectExists:
             self.counts["already_there"] += 1  # the next listing brings it, with its size
         except StoreUnreachable as error:

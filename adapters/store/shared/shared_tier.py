@@ -12,7 +12,7 @@ thread with an event loop of its own does everything that no request waits for:
 
 Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
 decodes it on the caller's threads, with the same checks as a file (`fill_target`). From a folder it is read and decoded
-piece by piece on threads of its client. Then it is a run like any other.
+on threads of its client: in one call, or piece by piece (`run_decoder.py`). Then it is a run like any other.
 
 An operation that fails or takes too long takes the tier away until a refresh works again (`store_health.py`). While it
 is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
 from collections import Counter
@@ -41,12 +40,15 @@ from attrs import define, evolve, field
 
 from adapters.cache_figures import TierFigures
 from adapters.daemon_executor import DaemonExecutor
+from adapters.processors import count_processors
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout
-from adapters.store.files.read_run import Expected, RunContent, fill_target
+from adapters.store.files.read_run import RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
+from adapters.store.files.stored_file import plan_file
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
@@ -56,6 +58,7 @@ from adapters.store.shared.object_names import name_entry, name_sample
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import TASKS, UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
+from adapters.store.shared.run_decoder import RunDecoder, fill_memory
 from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
@@ -92,6 +95,7 @@ class SharedTier:
     _decoders: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-reader", DECODERS))
     _same_thread: SameThreadExecutor = field(factory=SameThreadExecutor)
     _reads: int = 0  # that are under way
+    _processors: int = field(factory=count_processors)
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
     _refresher: Refresher = field(init=False)
@@ -233,7 +237,11 @@ class SharedTier:
         name = name_entry(self.catalogue.root, entry)
         self._reads += 1
         try:
-            decode = partial(self._decode, entry, memory)
+            expected = Expected(entry.size, entry.run, self.layout)
+            in_one_call = self.client.folder is not None and fill_memory(self._reads, self._processors)
+            plan = plan_file(expected) if in_one_call else None
+            helpers = None if plan is not None or self._reads >= self._processors else self._decoders
+            decode = partial(self._decode, entry, RunDecoder(expected, plan, helpers, memory))
             buffer = await self.client.read_content(name, entry.size, workers, decode, then)
         except FileNotFoundError as error:
             self.counts["read_errors"] += 1
@@ -248,20 +256,13 @@ class SharedTier:
         self.counts["read_bytes"] += entry.size
         return buffer
 
-    def _decode(self, entry: Entry, memory: SlabMemory, content: RunContent) -> Buffer:
-        buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
-        expected = Expected(entry.size, entry.run, self.layout)
+    def _decode(self, entry: Entry, decoder: RunDecoder, content: RunContent) -> Buffer:
         try:
-            fill_target(content, expected, self._choose_helpers(), buffer.data.numpy().data)
+            return decoder.decode(content)
         except Damaged as error:
             log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
             self.catalogue.note_damaged_entry(entry)
             raise
-        return buffer
-
-    def _choose_helpers(self) -> Executor:
-        """Return what decodes the parts of a run: other threads, or this one if other reads keep the cores busy."""
-        return self._same_thread if self._reads >= (os.cpu_count() or 1) else self._decoders
 
     # --- measurements, before any request is served ---
 

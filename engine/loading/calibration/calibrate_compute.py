@@ -6,7 +6,6 @@ The scheduler decides by these rates until it has seen better ones.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from hashlib import blake2b
@@ -22,6 +21,7 @@ from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.interfaces.text_matching import Branch
 from adapters.models.kernels.step import Segment, Step
+from adapters.processors import count_processors
 from effects.all import EffectRequest, Outcome
 from effects.decode import MATCH_CLASSES, Decoded, RunDecode, make_copying
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
@@ -78,6 +78,8 @@ class UnsearchedText:
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Nothing is kept of a text."""
 
+    index_texts = note_tokens
+
     def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
         return MATCH_CLASSES[-1]
 
@@ -106,9 +108,8 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
     """Return the number of rows above which a prefill runs at the same time as decode steps. 0: no prefill does.
 
     That needs one GPU of this process that has the whole model, without a draft and without recurrent state. buckets:
-    those that were proven.
-    Without the bucket of that many rows, narrower forwards would run with the buffers of wider ones; without a wider
-    bucket no prefill is that wide.
+    those that were proven. Without the bucket of that many rows, narrower forwards would run with the buffers of wider
+    ones; without a wider bucket no prefill is that wide.
     """
     here = len(plan) == 1 and plan[0].is_local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
     return NARROW if here and shard.spec.runs_ahead and not drafted and not shard.states.specs else 0
@@ -117,8 +118,7 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
 def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
     """Return the number of chunks that one prefill effect may span.
 
-    On devices that are only launched ahead, a span is used only if prefills run concurrently with decode steps: nothing
-    could interrupt such a launch on their lane.
+    Devices that are only launched ahead have more than one if other work can end a launch between two of them.
     """
     return shard.span if concurrent or not shard.launches_ahead else 1
 
@@ -154,7 +154,7 @@ def load_or_measure_rates(
 
 def build_rates_key(*facts: object) -> str:
     """Return the key under which rates are kept: 32 hex digits over the facts that they depend on, as the identity."""
-    parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
+    parts = (VERSION, torch.get_num_threads(), count_processors(), *facts)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -342,7 +342,7 @@ def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: i
     """Return True if measuring may stop.
 
     That is when `wanted` rounds have times and the last one found no clearly quicker time, or when the budget of time
-    is spent. A prompt's first step may have no time (`last_row.needs_no_forward`).
+    is spent. A prompt's first step may have no time (`last_row.has_own_time`).
     """
     *before, last = rounds
     known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import torch
 from attrs import asdict, evolve, fields, frozen
 
 from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.processors import count_processors
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.codec import SLOW_RATIO, Fixed, choose_codec, compute_ratio
 from adapters.store.shared.shared_tier import SharedTier
@@ -103,7 +103,7 @@ def build_restore_key(store: Store[ReadableTier], shard: Pipeline, chunk: int) -
         store.run_bytes,
         describe_placement(shard.parts),
         torch.get_num_threads(),
-        os.cpu_count(),
+        count_processors(),
         chunk,
     )
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from hashlib import blake2b
 
 import torch
 from attrs import frozen
 
 from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.processors import count_processors
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.transfer.measure_copies import CopyMeasurement
 from engine.loading.shard_peers import describe_placement
@@ -47,7 +47,7 @@ class SharedTimes:
 def build_shared_key(tier: SharedTier, shard: Pipeline, run_bytes: int) -> str:
     """Return the key under which times are kept: 32 hex digits over what they depend on."""
     placement = describe_placement(shard.parts)
-    machine = torch.get_num_threads(), os.cpu_count()
+    machine = torch.get_num_threads(), count_processors()
     parts = ("shared", VERSION, tier.client.url, tier.layout, tier.chooser.choice, run_bytes, placement, machine)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

@@ -11,7 +11,7 @@ from states.settings import Settings
 # A chunk of 1,024 rows of a 27B hybrid takes 90 to 130 ms on an H200, and 2 to 3 ms more if the host hears of each one.
 # What comes meanwhile waits for two chunks at most, because the launch is ended for it. So is one that would pass the
 # rows that a follower waits for (`states/followers.py`).
-CHUNKS_ALONE = 8
+CHUNKS_ALONE = 64
 # Rows of a forward of a model without positional state, decode rows included.
 FORWARD_ROWS = 1024
 

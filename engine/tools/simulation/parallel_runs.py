@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections import deque
@@ -13,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeAlias, TypeVar
 
+from adapters.processors import count_processors
+
 T = TypeVar("T")
 # A run. It gets the function to call after each of its steps.
 Work: TypeAlias = Callable[[Callable[[], None]], T]
@@ -20,7 +21,7 @@ Work: TypeAlias = Callable[[Callable[[], None]], T]
 
 def count_cores() -> int:
     """Return the cores that this process may use; 1 if it cannot fork."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    return count_processors() if sys.platform == "linux" else 1
 
 
 def run_side_by_side(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list[T]:

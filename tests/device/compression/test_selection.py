@@ -27,6 +27,7 @@ from adapters.device.compression.select_tokens import (
 )
 from effects.compression import PromptPart
 from effects.ids import Tokens
+from tests.examples import count_examples
 
 LINE, SENTENCE, CONTROL = 1, 2, 0
 MARKS = TokenMarks(bytes((0, 1)), bytes((0, 0, 1)), frozenset((CONTROL,)))
@@ -52,7 +53,7 @@ def chosen(prompt: Tokens, keep: int, **how: object) -> SelectedTokens:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 @given(prompts(), st.integers(1, 600), st.integers(1, 600))
 def test_whatever_the_scores_the_promises_hold(
     case: tuple[Tokens, list[float], list[PromptPart]], keep: int, most: int
@@ -74,7 +75,7 @@ def test_whatever_the_scores_the_promises_hold(
     assert select(prompt, scores, parts, MARKS, keep=keep, most=most) == found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(prompts())
 def test_pieces_end_with_lines_and_messages(
     case: tuple[Tokens, list[float], list[PromptPart]],

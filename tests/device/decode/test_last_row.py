@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
+import anyio
 import pytest
 import torch
-from attrs import define
+from attrs import define, field
 
+from adapters.device.decode import prefill
 from adapters.device.decode.last_row import can_take_last_row, is_row_cheap
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import GPU_BUCKETS
 from adapters.sequence_layout import TensorSpec
-from effects.all import Launch
+from effects.all import Launch, Outcome
 from effects.ids import RequestId, SlotId
-from effects.prefill import RunPrefill
+from effects.prefill import PrefillAdvanced, RunPrefill
 from tests.device.driver import (
     BUCKETS,
     CHUNK,
@@ -24,6 +26,7 @@ from tests.device.driver import (
     PENALISED,
     SAMPLED,
     VOCAB,
+    Caller,
     Driver,
     drive,
     let_run_ahead,
@@ -113,6 +116,76 @@ def test_buckets_that_may_not_be_proven_leave_the_row_to_the_decode_step(driver:
     state = make_state()
     taken = can_take_last_row(driver.executor.parts.shard, (4, CHUNK), state, effect, is_alone=True)
     assert taken is bool(shard.states.specs)
+
+
+@define(eq=False)
+class WaitsForDevice:
+    """The waits of the host for the device. rows: computed, at each of them."""
+
+    shard: FakeShard
+    rows: list[int] = field(factory=list)
+
+    def synchronize(self) -> None:
+        self.rows.append(sum(step.rows for step in self.shard.steps))
+
+
+@pytest.mark.parametrize("has_own_lane", [False, True], ids=["one lane", "a lane for prompts"])
+async def test_the_chunk_with_the_last_row_is_reported_when_it_is_launched(driver, shard, has_own_lane, monkeypatch):
+    """So that the first decode step is launched while the device computes it. Another stream would not wait for it."""
+    events, ends = WaitsForDevice(shard), WaitsForDevice(shard)
+    monkeypatch.setattr(prefill, "record_event", lambda _: events)
+    monkeypatch.setattr(driver.executor.parts.shard, "synchronize", ends.synchronize)
+    driver.executor._prefills.has_own_lane = has_own_lane  # noqa: SLF001 - a second lane needs a GPU
+    client = await driver.open(prompt_of(3, CHUNK + 9))
+    await client.prefill((2 * CHUNK,))
+    every = CHUNK + 9
+    # The first chunk is waited for while the device is at the second one.
+    assert (events.rows, ends.rows) == (([every] * 2, [every]) if has_own_lane else ([every], []))
+    await driver.decode(client)
+    assert client.answer == straightforward(FakeShard(), prompt_of(3, CHUNK + 9), GREEDY, 1)
+
+
+async def test_a_prompt_without_its_last_row_is_reported_when_it_is_computed(driver, shard, monkeypatch):
+    events, ends = WaitsForDevice(shard), WaitsForDevice(shard)
+    monkeypatch.setattr(prefill, "record_event", lambda _: events)
+    monkeypatch.setattr(driver.executor.parts.shard, "synchronize", ends.synchronize)
+    client = await driver.open(prompt_of(4, 2 * CHUNK + 1))
+    await client.prefill((2 * CHUNK,))
+    assert (events.rows, ends.rows) == ([2 * CHUNK, 2 * CHUNK], [2 * CHUNK])
+
+
+async def test_whole_chunks_of_a_long_prefill_have_the_time_that_they_took_so_far(driver, shard):
+    client = await driver.open(prompt_of(3, 3 * CHUNK + 9))
+    found = list[PrefillAdvanced]()
+    done = anyio.Event()
+
+    def take(told) -> None:
+        found.extend(outcome for _, outcome in told)
+        if not found[-1].more:
+            done.set()
+
+    driver.executor.submit(Launch((client.chunk(3 * CHUNK + 8),)), take)
+    await done.wait()
+    assert (found[-1].stop, found[-1].ns) == (3 * CHUNK + 8, 0)
+    times = [outcome.ns for outcome in found[:-1]]
+    assert all(ns > 0 for ns in times)
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("shard", [HybridShard], indirect=True)
+async def test_a_step_beside_a_prompt_that_has_just_ended_has_no_time(driver: Driver, shard):
+    """It may have waited for that prompt's last chunk."""
+    clients = [await driver.open(prompt_of(5 + slot, 9 + slot), slot=slot) for slot in range(2)]
+    for client in clients:
+        await client.prefill()
+    for _ in range(2):
+        for client, outcome in zip(clients, await step_of(driver, clients), strict=True):
+            client.take(outcome)
+    assert [[outcome.ns > 0 for outcome in client.done] for client in clients] == [[False, True]] * 2
+
+
+async def step_of(driver: Driver, clients: list[Caller]) -> tuple[Outcome, ...]:
+    return await driver.executor.perform(Launch(tuple(client.round() for client in clients)))
 
 
 @pytest.mark.parametrize("shard", [FakeShard], indirect=True)

@@ -25,6 +25,8 @@ from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import build_options
 from tests.models.checkpoints import save_qwen3
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 PROMPT = tuple(10 + 7 * at % 140 for at in range(300))
 
 

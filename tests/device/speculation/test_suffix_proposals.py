@@ -118,6 +118,25 @@ def test_an_index_that_is_built_again_for_a_longer_text_finds_the_same():
     assert (text.matched, text.copy(2)) == (20, tuple(tokens[520:522]))
 
 
+def test_a_text_that_is_indexed_beside_its_first_step_has_the_matches_of_one_that_is_not():
+    prompt = [5, 6, 7, 8, 9, 5, 6, 7]
+    found = []
+    for is_indexed in (False, True):
+        proposer, state = SuffixProposer(matcher()), a_state([*prompt])
+        if is_indexed:
+            StepCopies(proposer, 100).index_texts(
+                [
+                    DecodingSlot(RunDecode(SlotId(0), 7, 7, steps=2, copying=Copying((4,) * 4, 8, 8)), state),
+                    DecodingSlot(RunDecode(SlotId(1), 7, 7, steps=2), a_state([*prompt], 2)),
+                ]
+            )
+            assert list(proposer._texts) == [0]  # noqa: SLF001 - nobody asks for the other one's matches
+            assert proposer._texts[0].read == len(prompt)  # noqa: SLF001
+        state.tokens.append(8)
+        found.append((proposer.find_matches([(0, state)]), proposer.copy(0, 3)))
+    assert found[0] == found[1] == ([4], (9, 5, 6))
+
+
 def test_an_answer_is_copied_for_a_later_request_of_the_same_salt_only():
     proposer = SuffixProposer(matcher())
     answer = list(range(100, 140))
@@ -385,6 +404,9 @@ class Script(TextProposer):
     def find_matches(self, slots):
         self.lengths |= {slot: len(state.tokens) for slot, state in slots}
         return [self.read_match(slot, state) for slot, state in slots]
+
+    def index_texts(self, slots):
+        """There is no text."""
 
     def note_tokens(self, slots):
         self.find_matches(slots)

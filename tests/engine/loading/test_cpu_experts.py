@@ -40,6 +40,8 @@ from engine.settings.user_error import UserError
 from states.experts import ExpertPlacement, ExpertPrices
 from tests.engine.loading.memory.test_experts import answers, saved
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

@@ -20,6 +20,8 @@ from states.residency import After, Policy, Resolved
 from states.settings import Settings
 from tests.pairs import one_in
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 GIB = 1 << 30
 
 

@@ -26,6 +26,8 @@ from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 GIB, KIB = 1 << 30, 1 << 10
 # As an 8B model in bfloat16: 16.4 GB of weights, 144 KiB a token.
 FIXED, ROW, LIMIT = 16_381_470_720, 144 * KIB, 40960

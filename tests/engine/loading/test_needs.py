@@ -33,6 +33,8 @@ from engine.loading.memory_estimate import (
 from engine.settings.options import Options, build_options
 from tests.models.checkpoints import save_qwen3
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 CONFIG = Checkpoint.open(demo.FOLDER).config
 CPU, F32 = torch.device("cpu"), torch.float32
 FOUR_BITS = 4.25  # of a weight with a scale and a least step for 128 columns, which a GPU keeps in one word

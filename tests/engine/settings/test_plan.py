@@ -34,6 +34,8 @@ from engine.settings.placement import DeviceLocation, layer_ranges, read_devices
 from engine.settings.user_error import UserError
 from states.rates import Rates
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers
 CPU = torch.device("cpu")
 

@@ -270,7 +270,7 @@ LONGEST_GRAMMARS = ("harmony", "minimax-xml")  # of the forms in which a call's 
 @pytest.mark.parametrize(
     ("parser", "count"),
     [
-        *((parser, 20) for parser in TOOL_PARSERS[:-1]),
+        *((parser, 8) for parser in TOOL_PARSERS[:-1]),
         (LONGEST_GRAMMARS[0], 300),
         *(
             pytest.param(parser, 300, marks=pytest.mark.long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -197,6 +198,37 @@ async def test_calls_that_wait_for_their_turn_are_made_one_in_a_turn_of_the_loop
         seen.append(len(made))
         await anyio.lowlevel.checkpoint()
     assert (seen, made) == ([0, 1, 2, 3], [0, 1, 2])
+
+
+async def test_what_waits_for_its_turn_begins_one_in_a_turn_of_the_loop_and_others_come_between() -> None:
+    """As requests do that come at once, and what a device has done meanwhile."""
+    turns, begun, between = PacedCalls(), list[int](), list[int]()
+
+    async def begin(number: int) -> None:
+        await turns.wait_for_turn()
+        begun.append(number)
+        asyncio.get_running_loop().call_soon(lambda: between.append(len(begun)))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(5):
+            tasks.start_soon(begin, number)
+    await anyio.lowlevel.checkpoint()
+    assert begun == [0, 1, 2, 3, 4]
+    assert between == [1, 2, 3, 4, 5]
+
+
+async def test_a_request_that_is_given_up_before_its_turn_leaves_it_to_the_next() -> None:
+    turns, begun = PacedCalls(), list[int]()
+
+    async def begin(number: int) -> None:
+        await turns.wait_for_turn()
+        begun.append(number)
+
+    tasks = [asyncio.ensure_future(begin(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert begun == [0, 2]
 
 
 async def test_requests_that_are_sent_ahead_are_all_answered_in_their_order(narrow: Site) -> None:

@@ -21,6 +21,7 @@ from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.families import minimax_m2
 from adapters.models.open_checkpoint import Checkpoint
+from tests.examples import count_examples
 from tests.models.checkpoints import save_model, tokens_of
 from tests.models.gguf.test_gguf_models import WIDE_FAMILIES, greedy, told
 from tests.models.quantised import E4M3, FORMATS, blocks, quantise, words
@@ -436,7 +437,7 @@ FIELDS = sorted(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 @given(st.sampled_from(["fp8", "awq", "gptq", "w4a16"]), st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=3))
 def test_whatever_is_configured_is_read_or_refused_in_one_line(name: str, changes: dict[str, Any]) -> None:
     try:

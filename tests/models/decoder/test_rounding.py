@@ -21,6 +21,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.open_checkpoint import DECIDING, Checkpoint
+from tests.examples import count_examples
 from tests.models.checkpoints import EXPERTS, run_in_pieces, save_model, tokens_of
 from tests.models.gguf.test_gguf_models import WIDE, WIDE_FAMILIES
 from tests.models.quantised import quantise
@@ -66,7 +67,7 @@ def test_numbers_become_what_a_naive_search_finds(bits: int) -> None:
             assert values[start : start + GROUP].tolist() == naive(row[start : start + GROUP].tolist(), bits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300), st.sampled_from([8, 4]))
 def test_no_number_is_further_off_than_the_width_of_its_group_allows(row: list[float], bits: int) -> None:
     weight = torch.tensor([row])

@@ -25,6 +25,7 @@ from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from gguf import GGMLQuantizationType as Kind
+from tests.examples import count_examples
 from tests.models.checkpoints import (
     EXPERTS,
     GLM,
@@ -435,7 +436,7 @@ NAMES = [
 SPLIT = ["split.count", "split.no", "general.alignment", "tokenizer.ggml.model"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count_examples(200), deadline=None)
 @given(
     st.sampled_from([*ARCHITECTURES]),
     st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, ANYTHING)),

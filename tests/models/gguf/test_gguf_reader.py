@@ -20,6 +20,7 @@ from adapters.checkpoint.gguf.header import ListField, read_header
 from adapters.checkpoint.gguf.types import INTEGERS, PACKINGS, REFUSED
 from adapters.checkpoint.gguf.unpack_blocks import NUMBERS, UNPACK
 from gguf import GGMLQuantizationType as Kind
+from tests.examples import count_examples
 
 ROWS = 37
 
@@ -240,7 +241,7 @@ PLAIN = made(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count_examples(400), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 260), st.integers(0, 255)), max_size=8), st.integers(0, len(PLAIN)))
 def test_whatever_is_in_a_header_it_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], length: int

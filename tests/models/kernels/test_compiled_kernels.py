@@ -61,6 +61,7 @@ BODIES = {
     "products in float32": compiled.multiply(torch.float32, 128, 4, 64, 1024),
     **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 16, 64, 1024) for name, one in LAYOUTS.items()},
     **{f"{name} in one chain": compiled.multiply_packed(one, 16384, 4, 16, 64) for name, one in LAYOUTS.items()},
+    "one and many rows of Q4_K in one chain": compiled.multiply_packed(LAYOUTS["Q4_K"], 16384, 1, 1024),
     **{f"attention, heads of {head}": compiled.attend(head, 4, 64, 1024) for head in HEADS},
     **{f"attention of one row, heads of {head}": compiled.attend(head, 1, group=8) for head in HEADS},
     **{f"attention, int8, heads of {head}": compiled.attend(head, 4, 1024, rows=torch.int8) for head in HEADS},

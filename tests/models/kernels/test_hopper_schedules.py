@@ -213,8 +213,10 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes
     tiles = torch.tensor(list(cut_into_tiles(spans, rows, bucket)))
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
+    # Programs with two consumers compute one item after the other.
+    programs = 2 + seed if consumers == 2 else len(tiles) * parts * kv
     launch(
-        attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        attend_chain, (programs,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
         Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers,
         K_STAGES=2 + seed, V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, WINDOW=window,
@@ -334,15 +336,15 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("gated", "beside"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("rows", [5, 24])
-def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated):
+def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated, beside):
     outputs, depth = 72, 320
     x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2, scale=0.1)
     out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
     launch(
         few.linear_ahead, (2, 2), rows, Descriptor(w, (64, 64)), Descriptor(x, (16, 64)), Pointer(out), rows, outputs,
-        depth, out.stride(0), STAGES=3, GATED=gated, PDL=True, num_warps=4,
+        depth, out.stride(0), STAGES=3, GATED=gated, BESIDE=beside, PDL=True, num_warps=4,
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
@@ -358,7 +360,7 @@ def test_products_in_pieces_add_a_chain_of_each_piece(pieces, seed):
     out = torch.full((rows, outputs), float("nan"), dtype=BF16)
     launch(
         pieces.linear_pieces, (4,), seed, Descriptor(x, (128, 64)), Descriptor(w, (64, 64)), Pointer(out), rows,
-        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True, num_warps=8,
+        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True,
     )  # fmt: skip
     total = torch.zeros(rows, outputs)
     for first in range(0, depth, piece):

@@ -10,6 +10,7 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import MXFP4, TABLES, PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.activations import CLAMPED
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
+from adapters.models.kernels.formats.packed_words import arrange_words
 from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,
@@ -71,7 +72,7 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_words_hold_the_steps_of_the_matrix(layout: StepLayout) -> None:
     matrix = random_matrix((24, 768), layout, "w")
-    steps = read_steps(triton_packed.arrange_words(matrix.steps, layout), layout)
+    steps = read_steps(arrange_words(matrix.steps, layout), layout)
     raised = 128 if layout.steps == "int8" else 0
     assert torch.equal(steps, matrix.steps.int() + raised)
 
@@ -91,13 +92,13 @@ def test_numbers_of_mxfp4_come_out_of_the_bits_of_bfloat16() -> None:
 def test_shifts_bring_each_pair_of_mxfp4_to_the_bits_of_bfloat16() -> None:
     """The model of `packed_numbers._pair_e2m1`, for all pairs of codes in each place of a word."""
     matrix = random_matrix((8, 4096), MXFP4, "w")
-    words = triton_packed.arrange_words(matrix.steps, MXFP4)
+    words = arrange_words(matrix.steps, MXFP4)
     assert torch.equal(read_steps(words, MXFP4), matrix.steps.int())
     found = torch.cat([(one >> half * 16 & 0xFFFF).flatten() for one in move_pairs(words) for half in (0, 1)])
     expected = (matrix.steps.int() & 8) << 12 | (matrix.steps.int() & 7) << 6
     assert torch.equal(found.sort().values, expected.flatten().sort().values.long())
     for code in range(16):  # a word of one code in all places
-        alone = triton_packed.arrange_words(torch.full((8, 128), code, dtype=torch.uint8), MXFP4).flatten()[:1]
+        alone = arrange_words(torch.full((8, 128), code, dtype=torch.uint8), MXFP4).flatten()[:1]
         bits = (code & 8) << 12 | (code & 7) << 6
         assert [int(one) for one in move_pairs(alone)] == [bits | bits << 16] * 4
 

@@ -37,7 +37,13 @@ LAUNCHERS = {
     triton_packed: ("packed",),
     triton_ahead: tuple(
         f"hopper.{name}"
-        for name in ("hopper_packed", "hopper_packed_row", "hopper_packed_wide", "hopper_row_registers")
+        for name in (
+            "hopper_packed",
+            "hopper_packed_row",
+            "hopper_packed_shared",
+            "hopper_packed_wide",
+            "hopper_row_registers",
+        )
     ),
     triton_groups: ("packed_groups", "hopper.hopper_groups"),
 }
@@ -159,7 +165,18 @@ def make_weight(name: str, outputs: int, columns: int) -> Any:
 
 
 CHOSEN = {  # outputs, columns, then rows and columns of a tile, and whether its words wait in registers
-    "Q4_K": ((6144, 4096, (16, 256, True)), (4096, 4096, (16, 512, True)), (4096, 12288, (16, 256, True))),
+    "Q4_K": (
+        (6144, 4096, (16, 256, True)),
+        (4096, 4096, (16, 512, True)),
+        (4096, 12288, (16, 256, True)),
+        (5120, 6144, (16, 128, False)),
+        (5120, 17408, (16, 128, True)),
+        (24576, 4096, (64, 512, False)),
+        (24576, 5120, (64, 256, False)),
+        (34816, 5120, (64, 256, False)),
+        (24576, 8192, None),
+        (8192, 28672, None),  # scales of a program and a row take more than half of a processor's memory
+    ),
     "AWQ": ((24576, 4096, (64, 512, False)), (151936, 4096, None), (4096, 4096 + 128, None)),
     "Q8_0": ((4096, 4096, (16, 128, False)), (4096, 12288, (16, 256, False)), (24576, 4096, (64, 256, False))),
     "FP8": ((4096, 12288, (16, 128, False)), (24576, 4096, (64, 128, False))),
@@ -190,6 +207,19 @@ def test_a_row_is_copied_whole_where_a_piece_has_three_times_a_power_of_two_bloc
         assert torch.equal(out, expected), stages
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "AWQ"])
+def test_the_last_words_of_a_piece_may_be_fewer_than_registers_hold(name: str) -> None:
+    """A piece has five blocks of 128 columns."""
+    packed, numbers = pack(LAYOUTS[name], 16, 5120)
+    x = make_x(1, packed.columns)
+    expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+    for columns, stages in ((256, 0), (384, 0), (512, 0), (640, 0), (128, 2), (128, 5)):
+        out = torch.full((1, 16), float("nan"), dtype=BF16)
+        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80)
+        triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True, is_late=stages > 2)
+        assert torch.equal(out, expected), (columns, stages)
+
+
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
 @pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -200,9 +230,10 @@ def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLa
         packed, numbers = pack(layout, 136, columns // layout.span * layout.span)
         x = make_x(133, packed.columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-        out = torch.full((133, 136), float("nan"), dtype=BF16)
-        triton_ahead.multiply_wide_ahead(x, packed, out, 132, gated=0, pdl=True)
-        assert torch.equal(out, expected), columns
+        for number, multiply_wide in enumerate((triton_ahead.multiply_wide_ahead, triton_ahead.multiply_wide_shared)):
+            out = torch.full((133, 136), float("nan"), dtype=BF16)
+            multiply_wide(x, packed, out, *((132,) if number == 0 else ()), gated=0, pdl=True)
+            assert torch.equal(out, expected), (columns, number)
 
 
 def stack_matrices(layout: StepLayout, columns: int) -> tuple[Any, list[Tensor]]:

@@ -64,7 +64,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
 def test_every_line_is_done_once_by_as_many_processes_as_there_are_processors(
     module: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(worker_pool, "count_processors", lambda: 3)
     lines = [f"line-{number}" for number in range(40)]
     assert run_lines(lines, "pretended") == []
     assert sorted(word for _, word in module()) == sorted(lines)
@@ -92,7 +92,7 @@ def test_an_answer_that_is_no_text_is_told_and_who_never_answers_is_ended(
 def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
     module: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(worker_pool, "count_processors", lambda: 1)
     assert run_lines(["a", "die", "b"], "pretended") == ["its process ended: die", "no process was left for: b"]
     assert [word for _, word in module()] == ["a"]
     assert run_lines(["partial", "b"], "pretended") == ["its process ended: partial", "no process was left for: b"]

@@ -16,6 +16,7 @@ from adapters.remote.protocol.channel import Channel, ConnectionBroken, Connecti
 from adapters.remote.protocol.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
 from adapters.remote.protocol.messages import Described, Lent, Unacceptable, WireMessage, decode_message, encode_message
 from adapters.remote.protocol.payload_tensors import describe_tensors, flatten_tensor, unpack_tensors
+from tests.examples import count_examples
 
 KINDS = [one for one in WireMessage.__subclasses__() if one not in {Described, Lent}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
@@ -41,7 +42,7 @@ def heard(data: bytes, limit: int = frames.MOST_PAYLOAD) -> Channel:
     arguments=st.binary(max_size=3000),
     payload=st.binary(max_size=9000),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=count_examples(60))
 def test_a_frame_comes_out_as_it_went_in(op, request, flags, arguments, payload):
     channel = heard(framed(op, arguments, payload, flags, request))
     frame = channel.receive(5)
@@ -52,14 +53,14 @@ def test_a_frame_comes_out_as_it_went_in(op, request, flags, arguments, payload)
 
 
 @given(data=st.binary(max_size=400))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=count_examples(80))
 def test_noise_is_no_frame(data):
     with pytest.raises(ConnectionBroken):
         heard(data).receive(5)
 
 
 @given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=count_examples(120))
 def test_a_bit_that_changed_on_the_way_is_noticed(place, bit):
     whole = bytearray(framed(18, b'{"raised":true}', bytes(range(200))))
     whole[place % len(whole)] ^= 1 << bit
@@ -71,7 +72,7 @@ def test_a_bit_that_changed_on_the_way_is_noticed(place, bit):
 
 
 @given(cut=st.integers(1, 250))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=count_examples(40))
 def test_a_frame_that_ends_early_is_no_frame(cut):
     whole = framed(payload=bytes(250 - HEAD.size - 2))
     with pytest.raises(ConnectionBroken) as said:
@@ -147,7 +148,7 @@ json_values = st.recursive(
 
 
 @given(value=json_values, kind=st.sampled_from(KINDS))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=count_examples(150))
 def test_arguments_that_are_something_else_are_refused(value, kind):
     try:
         found = decode_message(msgspec.json.encode(value), kind)
@@ -186,7 +187,7 @@ def test_bounds_of_arguments(kind, text):
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4)), max_size=6), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=count_examples(60))
 def test_tensors_come_out_as_they_went_in_and_no_others_do(shapes, data):
     given_ = {f"t{n}": (torch.rand(shape) * 200).to(dtype) for n, (dtype, shape) in enumerate(shapes)}
     described = describe_tensors(given_)

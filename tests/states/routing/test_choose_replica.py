@@ -21,6 +21,7 @@ from states.routing.prefix_router import (
     replay_routing,
 )
 from states.routing.route_prices import TIERS, make_prices, round_rates
+from tests.examples import count_examples
 
 MS = 1_000_000
 RATES = Rates((1 * MS,), {"host": MS // 100, "disk": MS // 10, "shared": MS // 2})
@@ -282,7 +283,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 @given(EVENTS)
 def test_whatever_is_known_a_request_gets_a_replica_that_is_there_and_replays_alike(events):
     router = PrefixRouter()
@@ -302,7 +303,7 @@ def test_whatever_is_known_a_request_gets_a_replica_that_is_there_and_replays_al
     assert replay_routing(Policy(), events) == decisions
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 10)] * 4), min_size=1, max_size=12))
 def test_groups_say_of_each_replica_what_it_holds(depths):
     """Each replica's blocks by tier. With at most eight depths in a tier, nothing is rounded."""
@@ -320,7 +321,7 @@ def test_groups_say_of_each_replica_what_it_holds(depths):
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 @given(st.lists(st.integers(0, 10**6), max_size=8), st.integers(0, 300_000), st.integers(0, 300_000))
 def test_prices_are_the_planners_times(prefill, start, length):
     rates = Rates(tuple(prefill))

@@ -17,6 +17,7 @@ from states.routing.digests import (
 )
 from states.routing.fleet_view import FleetView
 from states.routing.route_prices import TIERS
+from tests.examples import count_examples
 
 KEYS = [bytes([number]) for number in range(6)]
 HELD = st.dictionaries(st.sampled_from(TIERS), st.sets(st.sampled_from(KEYS)), max_size=4)
@@ -40,7 +41,7 @@ def named(held: dict[str, set[bytes]]) -> dict[str, set[bytes]]:
     return {tier: keys for tier, keys in held.items() if keys}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 @given(
     st.lists(st.tuples(HELD, st.booleans()), min_size=1, max_size=14),
     st.integers(1, 5),
@@ -80,7 +81,7 @@ def test_any_order_loss_and_repetition_leaves_no_claim_too_many_after_a_resync(s
     assert claims(view, "other") == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(st.lists(HELD, min_size=1, max_size=30), st.data())
 def test_a_reader_that_misses_seven_messages_in_a_row_needs_no_whole_digest(steps, data):
     writer = DigestWriter(3)

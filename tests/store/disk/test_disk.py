@@ -547,6 +547,8 @@ for known in (0, 2):
 """
 
 
+# By default the campaign's writers are killed anywhere, and `tests/store/test_recent.py` damages such files.
+@pytest.mark.long
 def test_a_kill_at_any_step_leaves_the_recent_prompts_before(tmp_path: Path) -> None:
     """The first one makes the file, later ones are appended to it."""
     words = [sys.executable, "-c", NOTED, str(tmp_path)]

@@ -20,6 +20,7 @@ from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoin
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
 from adapters.store.files.codec import CodecChooser, choose_codec, compute_ratio
+from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     FRAME,
     FileHead,
@@ -34,7 +35,7 @@ from adapters.store.files.file_format import (
     parse_name,
 )
 from adapters.store.files.private_folder import PrivateFolder
-from adapters.store.files.read_run import Expected, RunFile
+from adapters.store.files.read_run import RunFile
 from adapters.store.files.seekable import Damaged
 from adapters.transfer.copy_rows import view_tensors
 from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same

@@ -17,6 +17,7 @@ from adapters.store.shared.availability import STALE_S
 from adapters.store.shared.garbage_policy import SILENT_S
 from adapters.store.shared.object_names import name_entry, name_run, parse_run_name
 from adapters.store.shared.publish_policy import SharedLimits
+from tests.examples import count_examples
 from tests.store.kit import BLOCK_SIZE, LAYOUT, buffer_of, rows_of
 from tests.store.shared.fake_store import ROOT, FakeServer, FakeStore
 
@@ -129,7 +130,7 @@ ACTIONS = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=count_examples(120), deadline=None)
 @given(st.lists(ACTIONS, max_size=120), st.sets(st.integers(0, 2), min_size=1))
 def test_no_order_of_events_removes_what_a_server_has_leased(
     actions: list[tuple[str, int, int]], collectors: set[int]

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("obstore")
 
+from adapters.sequence_layout import RowSpec
+from adapters.store.block_keys import chain_keys, pack_tokens
+from adapters.store.files.codec import Codec, CodecChooser
+from adapters.store.files.file_format import Layout, Run
 from adapters.store.files.read_run import RunContent
 from adapters.store.files.seekable import Damaged
-from adapters.store.shared import folder_client
-from adapters.store.shared.folder_client import FolderClient
+from adapters.store.shared import folder_client, publisher
+from adapters.store.shared.folder_client import FolderClient, write_file
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.open_client import open_client
+from adapters.store.shared.publish_policy import SharedLimits
+from adapters.store.shared.publisher import LentRows, write_from_rows
+from adapters.store.shared.run_decoder import fill_memory
+from adapters.store.shared.shared_tier import SharedTier
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.tier import WriteRun
 
 pytestmark = pytest.mark.timeout(60)
 NAME = "0123/run"
 CONTENT = bytes(range(256)) * 5
+LAYOUT = Layout("ab" * 16, 4, RowSpec(("layers.0.k",), 1, 16 << 10, "I8"))
 
 
 @pytest.fixture
@@ -176,3 +192,72 @@ def test_a_write_that_hangs_ends_for_its_caller(client: FolderClient, monkeypatc
     with pytest.raises(StoreUnreachable, match="no answer"):
         write(client, CONTENT)
     goes_on.set()
+
+
+def test_rows_are_kept_for_a_thread_that_hangs(client: FolderClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows in the same memory would be written under this name."""
+    goes_on = threading.Event()
+
+    class Slow:
+        def __init__(self, run: Run, layout: Layout, address: int) -> None:
+            self.address = address
+
+        def write(self, temporary: str, path: str, *, replace: bool) -> int:
+            goes_on.wait(30)
+            write_file(temporary, path, [ctypes.string_at(self.address, len(CONTENT))], replace=replace)
+            return len(CONTENT)
+
+    asyncio.run(client.write_object("0123/another run", [b""]))
+    monkeypatch.setattr(folder_client, "compute_patient_limit", lambda _: 0.05)
+    monkeypatch.setattr(publisher, "RowsToWrite", Slow)
+    held = LentRows(Buffer(torch.frombuffer(bytearray(CONTENT), dtype=torch.uint8)), len(CONTENT), None)
+    assert held.rows is not None
+    kept = weakref.ref(held.rows)
+    write = partial(write_from_rows, Run(0, b"", (), b""), LAYOUT, held, replace=False)
+    with pytest.raises(StoreUnreachable, match="no answer"):
+        asyncio.run(client.write_file(NAME, len(CONTENT), write))
+    held.rows = None
+    assert kept() is not None
+    goes_on.set()
+    end = time.monotonic() + 30
+    while kept() is not None:
+        assert time.monotonic() < end, "the thread has ended and its rows are kept"
+        time.sleep(0.002)
+    assert read(client) == CONTENT
+
+
+@pytest.mark.parametrize("codec", ["store", "zstd"])
+def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(
+    root: Path, client: FolderClient, codec: Codec
+) -> None:
+    layout = LAYOUT
+    origin, packed = layout.compute_root("rows"), pack_tokens(range(8))
+    run = Run(0, origin, chain_keys(origin, packed, 4), packed)
+    rows = Buffer(torch.arange(layout.compute_size("rows", 8), dtype=torch.int32).to(torch.uint8))
+    expected, kept = rows.data.clone(), weakref.ref(rows)
+    ends = list[tuple[bool, int]]()
+    limits = SharedLimits(1 << 30, 0, 1e9)
+    tier = SharedTier(client, layout, threading.RLock(), limits, CodecChooser(codec))
+    tier.start()
+    job = WriteRun(run, rows, lambda: ends.append((kept() is None, tier.queued_bytes)))
+    del rows
+    assert tier.submit(job)
+    del job
+    tier.watch_writes().result(30)
+    assert ends == [(True, 0)]
+    assert [path.stat().st_size for path in (root / origin.hex()).iterdir()] == [tier.counts["written_bytes"]]
+    (entry,) = tier.index.entries.values()
+    for processors in (1, 64):
+        tier._processors = processors  # noqa: SLF001 - with helpers and without
+        with ThreadPoolExecutor(1) as workers:
+            found = asyncio.run(tier.read(entry, SlabMemory(), workers))
+        assert torch.equal(found.data, expected)
+    assert tier.close(30)
+
+
+@pytest.mark.parametrize(
+    ("reads", "processors", "alone"),
+    [(1, 1, True), (1, 2, False), (2, 2, True), (3, 8, False), (4, 8, True), (4, 64, True)],
+)
+def test_a_few_reads_at_once_are_helped_where_processors_are_free(reads: int, processors: int, alone: bool) -> None:
+    assert fill_memory(reads, processors) is alone

@@ -18,6 +18,8 @@ from adapters.store.shared.publisher import Publisher
 class StuckClient:
     """A store that takes an object and never answers."""
 
+    folder = None
+
     async def write_object(self, name: str, parts: list[bytes], *, replace: bool) -> None:
         await asyncio.Event().wait()
 
@@ -36,7 +38,7 @@ def test_files_of_cancelled_uploads_are_not_counted_any_more(monkeypatch: pytest
         cast(Any, StuckClient()), cast(Any, None), cast(Any, catalogue), cast(Any, None), SharedLimits(1 << 30, 0, 1e9),
         print, lambda: 0.0, Counter(),
     )  # fmt: skip
-    monkeypatch.setattr(Publisher, "_make_file", lambda _self, _job: [b"x" * 100])
+    monkeypatch.setattr(Publisher, "_make_file", lambda _self, _run, _held: [b"x" * 100])
     monkeypatch.setattr(publisher, "name_run", lambda _root, run: run)
     released = list[str]()
 
@@ -50,7 +52,7 @@ def test_files_of_cancelled_uploads_are_not_counted_any_more(monkeypatch: pytest
         await asyncio.gather(*tasks, return_exceptions=True)
 
     for name in ("first", "second"):
-        job = SimpleNamespace(run=name, size=10, finish=lambda name=name: released.append(name))
+        job = SimpleNamespace(run=name, rows=None, size=10, finish=lambda name=name: released.append(name))
         assert made.submit(cast(Any, job), usable=True)
     asyncio.run(run())
     assert sorted(released) == ["first", "second"]

@@ -15,6 +15,7 @@ from adapters.text.grammars.grammar import GrammarMatching, Grammars, build_json
 from adapters.text.grammars.json_keys import JsonPosition, QuotedTokens
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
+from tests.examples import count_examples
 from tests.text import small
 
 ENDS = (2, 0)
@@ -116,7 +117,7 @@ def written(tokenizer: Tokenizer, grammar: Grammar, seed: int, ahead: bool) -> s
 )
 def test_an_open_object_has_no_key_twice(tokenizer: Tokenizer, schema: dict[str, Any], ahead: bool) -> None:
     repeated = 0
-    for seed in range(30):
+    for seed in range(count_examples(30)):
         text = written(tokenizer, build_json_grammar(schema), seed, ahead)
         place = JsonPosition()
         for byte in text.encode():

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.decoder.pipeline.pipelined_chunks import SPAN, Waves, use_device
+from adapters.models.decoder.pipeline.pipelined_chunks import SPAN, SPAN_AHEAD, Waves, use_device
 from adapters.models.decoder.pipeline.split_slots import SplitRows, SplitStates
 from adapters.models.decoder.shard import Kept, OutputHead, Shard, TargetHead
 from adapters.models.kernels.step import Forward, Step
@@ -103,7 +103,9 @@ class Pipeline:
 
         More than one where shards compute side by side, or where the only shard runs ahead of the host.
         """
-        return SPAN if self._waves.is_parallel or self.launches_ahead else 1
+        if self.launches_ahead:
+            return SPAN_AHEAD
+        return SPAN if self._waves.is_parallel else 1
 
     @property
     def launches_ahead(self) -> bool:

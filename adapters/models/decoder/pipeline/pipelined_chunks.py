@@ -17,6 +17,9 @@ from adapters.models.kernels.step import Forward, Step
 
 _NOTHING = nullcontext()
 SPAN = 8  # chunks of one prefill: on two shards they take 9 waves, where one after the other they would take 16
+# The same where the only shard runs ahead of the host. Between two prefills of a prompt its device would idle until the
+# host has heard of the first.
+SPAN_AHEAD = 64
 
 
 @define(eq=False)

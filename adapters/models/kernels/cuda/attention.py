@@ -192,20 +192,18 @@ class CudaAttention:
             rows = tuple(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches)
             described = {}
         consumers = options["CONSUMERS"]
-        at_once = 64 * consumers  # heads of a program
-        parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
+        at_once = 64 * consumers  # heads of an item
+        parts = group // gcd(group, at_once)  # items of a tile, which no row crosses
         tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
+        programs = len(tiles) * parts * kv
+        if consumers == 2 and not described:  # a program goes on to the next item
+            programs = min(programs, self.processors)
         launch(
             kernel,
-            (len(tiles) * parts * kv,),
-            q,
-            *rows,
-            tiles,
-            out,
+            (programs,),
+            *(q, *rows, tiles, out),
             batch.positions if batch.pages is None else batch.pages,  # never read without
-            capacity,
-            len(tiles),
-            head**-0.5 * LOG2_E,
+            *(capacity, len(tiles), head**-0.5 * LOG2_E),
             self._usual if rule.sinks is None else rule.sinks,  # never read without
             HEADS=heads,
             KV=kv,

@@ -29,7 +29,7 @@ from adapters.models.kernels.interfaces.delta_interface import (
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_factor, delta_rows
+from adapters.models.kernels.triton import delta, delta_convolution, delta_factor, delta_rows
 from adapters.models.kernels.triton.hopper import hopper_delta, hopper_single
 from adapters.models.kernels.triton_launch import launch
 
@@ -78,7 +78,7 @@ class CudaDelta:
         rows = CONVOLVED_ROWS if len(mixed) > NARROW and len(mixed) % CONVOLVED_ROWS == 0 else 1
         programs = triton.cdiv(2 * shape.key_heads, AT_ONCE) + triton.cdiv(shape.value_heads, AT_ONCE)
         launch(
-            delta_rows.convolve,
+            delta_convolution.convolve,
             (len(mixed) // rows, programs),
             mixed,
             weights.taps,

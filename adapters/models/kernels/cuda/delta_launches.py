@@ -14,6 +14,7 @@ from adapters.models.kernels.triton.hopper import hopper_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
+APART_ROWS = 1  # single rows of a step of which each tile of values has a program
 
 
 class WideArguments(LaunchArguments):
@@ -29,7 +30,7 @@ class WideArguments(LaunchArguments):
 
 
 class SingleRowArguments(WideArguments):
-    """The options of `read_single_rows`. TILE: values of a head that one program computes."""
+    """The options of `read_single_rows`. TILE: values of a head that one program computes at a time."""
 
     TILE: int
 
@@ -51,9 +52,11 @@ def read_single_rows(
     shape = weights.shape
     rows = len(convolved)
     out = torch.empty(rows, shape.value_heads, shape.value_size, device=convolved.device)
+    apart = rows <= APART_ROWS
+    tiles = shape.value_size // options["TILE"] if apart else 1
     launch(
         hopper_single.read_single_rows,
-        (rows, shape.value_heads),
+        (rows, shape.value_heads * tiles),
         batch.slots,
         batch.positions,
         convolved,
@@ -66,6 +69,7 @@ def read_single_rows(
         out,
         gates.stride(0),
         shape.key_size**-0.5,
+        APART=apart,
         **describe_heads(shape),
         **options,
     )

@@ -8,6 +8,7 @@ unpacked in registers there, too. All ways add up columns in the same pieces, in
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from adapters.models.kernels.cuda import packed_ahead
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
+from adapters.models.kernels.formats.packed_words import SIDE, arrange_words
 from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_levels import LARGEST_SCALE, BlockForm
 from adapters.models.kernels.triton_launch import launch
@@ -36,17 +38,12 @@ _WIDEST = 256  # columns of whole tiles of every wide product
 _AHEAD = 256  # columns that each warp loads ahead
 _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
-_SIDE = 8  # rows that lie side by side
 _LOW = 16  # rows of the weight that a program with pieces has
 _ROOMY = 200 << 10  # bytes of shared memory
 # The largest scales that are kept. Those of E2M1 are stored 2 ** 127 times as great. Those of E4M3 are stored 2 ** 120
 # times as great on devices without instructions for it. Those of whole steps are stored as they are, and multiplied
 # with great powers of two.
 _LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0, "uint4": LARGEST_SCALE, "int4": LARGEST_SCALE, "int8": LARGEST_SCALE}
-_PAIRED = {"uint4", "int4"}
-# Of the four pairs of a word of E2M1: the places of the three bits of size, ascending, and of the sign. These are those
-# of the number in the lower half. The other one has them 16 bits further, in turn.
-_E2M1_PLACES = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -108,10 +105,12 @@ def find_only_part(weight: Any) -> CudaPackedMatrix | None:
 
 class Multiply(Protocol):
     """A product with a weight `[N, K]` that is not packed. gated: see `CudaWeight`. piece: columns of which the sum is
-    one chain; 0: all.
+    one chain; 0: all. is_beside: see `CudaProducts.multiply`.
     """
 
-    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0) -> None: ...
+    def __call__(
+        self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0, is_beside: bool = False
+    ) -> None: ...
 
 
 @define(eq=False)
@@ -136,9 +135,15 @@ class CudaPacking:
         ]
         if all(part is None for part in parts):
             return None
-        pairs = zip(parts, joined.parts, strict=True)
-        filled = (plain(joined.unpack_part(part)) if own is None else own for own, part in pairs)
-        return CudaStack(tuple(filled), tuple(part.shape[0] for part in joined.parts))
+        filled, widths = list[Any](), list[int]()
+        for is_plain, group in groupby(zip(parts, joined.parts, strict=True), lambda pair: pair[0] is None):
+            each = list(group)
+            if is_plain:  # neighbours are one product
+                rows = torch.cat([joined.unpack_part(part) for _, part in each])
+                each = [(plain(rows), rows)]
+            filled += [own for own, _ in each]
+            widths += [part.shape[0] for _, part in each]
+        return CudaStack(tuple(filled), tuple(widths))
 
     def pack_gated(self, stack: StackedWeight, activation: str) -> CudaStack | None:
         """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
@@ -158,28 +163,40 @@ class CudaPacking:
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
+        """Return the product. Parts that are not packed are small and come last, if possible beside the one before."""
         share = 2 if weight.gated else 1
         out = x.new_empty(len(x), sum(weight.widths) // share)
-        at = 0
-        for part, width in zip(weight.parts, weight.widths, strict=True):
-            columns = out[:, at : at + width // share]
-            if not isinstance(part, CudaPackedMatrix):
-                plain(x, part.weight, columns, gated=0)
-            elif self.hopper and (tile := packed_ahead.choose_row_tile(x, part, self.processors, self.shared)):
-                packed_ahead.multiply_row(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
-            elif self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
-                packed_ahead.multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
-            elif len(x) <= NARROW_PACKED:
-                narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
-                multiply_narrow(x, part, columns, narrow, gated=weight.gated, pdl=self.pdl)
+        places = zip(weight.parts, torch.split(out, [width // share for width in weight.widths], 1), strict=True)
+        plain_last = sorted(places, key=lambda place: not isinstance(place[0], CudaPackedMatrix))
+        is_beside = False
+        for part, columns in plain_last:
+            if isinstance(part, CudaPackedMatrix):
+                more = not isinstance(plain_last[-1][0], CudaPackedMatrix)
+                is_beside = self._multiply_part(x, part, columns, plain, gated=weight.gated, is_late=more)
             else:
-                self._multiply_wide(x, part, columns, plain, gated=weight.gated)
-            at += width // share
+                plain(x, part.weight, columns, gated=0, is_beside=is_beside)
         return out
 
+    def _multiply_part(
+        self, x: Tensor, part: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int, is_late: bool
+    ) -> bool:
+        """Return whether the next kernel may run beside this one, which is_late asks for."""
+        tile = packed_ahead.choose_row_tile(x, part, self.processors, self.shared) if self.hopper else None
+        if tile is not None:
+            is_late = is_late and tile.stages > 0
+            packed_ahead.multiply_row(x, part, out, tile, gated=gated, pdl=self.pdl, is_late=is_late)
+            return is_late
+        if self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
+            packed_ahead.multiply_ahead(x, part, out, gated=gated, pdl=self.pdl)
+        elif len(x) <= NARROW_PACKED:
+            narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
+            multiply_narrow(x, part, out, narrow, gated=gated, pdl=self.pdl)
+        else:
+            self._multiply_wide(x, part, out, plain, gated=gated)
+        return False
+
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
-        if self.hopper and packed_ahead.is_unpacked_in_registers(len(x), weight, x.dtype):
-            packed_ahead.multiply_wide_ahead(x, weight, out, self.processors, gated=gated, pdl=self.pdl)
+        if self.hopper and packed_ahead.multiply_wide(x, weight, out, self.processors, gated=gated, pdl=self.pdl):
             return
         assert self._scratch is not None
         share = 2 if gated else 1
@@ -208,10 +225,10 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
         layout = evolve(layout, scale="float32")
         scale = scale.float() * (1.0 if converts else 2.0**120)
     block = block_columns(layout)
-    step = max(1, _PIECE // columns // _SIDE)
-    words = torch.empty(-(-rows // _SIDE), -(-columns // block), 128, dtype=torch.int32, device=device)
+    step = max(1, _PIECE // columns // SIDE)
+    words = torch.empty(-(-rows // SIDE), -(-columns // block), 128, dtype=torch.int32, device=device)
     for first in range(0, len(words), step):
-        piece = matrix.steps[first * _SIDE : (first + step) * _SIDE].to(device)
+        piece = matrix.steps[first * SIDE : (first + step) * SIDE].to(device)
         words[first : first + step].copy_(arrange_words(piece, layout))
 
     whole = evolve(matrix, layout=layout, scale=scale)
@@ -224,38 +241,6 @@ def form_of(layout: StepLayout, *, converts_e4m3: bool) -> BlockForm:
     return BlockForm(layout.steps, block_columns(layout), *levels, converts_e4m3)
 
 
-def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
-    """Arrange steps `[rows, K]` as int32 words `[rows / 8, K / block, 128]`, filled up with zeros.
-
-    Of each of eight rows, each of four lanes has four words. Word c of lane t takes the block's columns from c *
-    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Of numbers that
-    are computed in pairs, the first of each pair is in the lower half of a word, and the second one in the upper half.
-    `_E2M1_PLACES` says where those of E2M1 are.
-    """
-    block = block_columns(layout)
-    (rows, columns) = steps.shape
-    steps = pad(steps.view(torch.uint8), (0, -columns % block, 0, -rows % _SIDE))
-    if layout.steps == "int8":
-        steps = steps ^ 128
-    each = block // 16
-    lanes = steps.view(-1, _SIDE, steps.shape[1] // block, 4, each // 4, 2, 4, 2)  # ..., word, 16, half, lane, pair
-    lanes = lanes.permute(0, 2, 1, 6, 3, 4, 5, 7).reshape(len(lanes), -1, 128, each)
-    if layout.steps == "e2m1":
-        pairs = lanes.view(*lanes.shape[:-1], 4, 2).long()
-        words = torch.zeros_like(pairs[..., 0, 0])
-        for pair, places in enumerate(_E2M1_PLACES):
-            for half in range(2):
-                for bit, place in enumerate(places):
-                    words |= (pairs[..., pair, half] >> bit & 1) << (place + 16 * half) % 32
-        return (words - (words >> 31 << 32)).int()
-    if layout.steps in _PAIRED:
-        pairs = lanes.view(*lanes.shape[:-1], 2, 2, 2)  # bytes of each half of a word, numbers of a byte, halves
-        lanes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).transpose(-2, -1).flatten(-2)
-    elif each == 8:
-        lanes = lanes[..., 0::2] | lanes[..., 1::2] << 4
-    return lanes.contiguous().view(torch.int32).squeeze(-1)
-
-
 def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) -> Tensor:
     """Arrange all levels as int32 `[rows / 8, columns / 128, planes, 8]`, those of 128 columns together.
 
@@ -264,7 +249,7 @@ def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) 
     """
     rows, columns = matrix.shape
     records = -(-columns // _ALIGNED)
-    found = torch.zeros(-(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=device)
+    found = torch.zeros(-(-rows // SIDE) * SIDE, records, form.planes * 4, dtype=torch.uint8, device=device)
     at = 0
     for name, (bits, count) in form.level_sizes.items():
         level = getattr(matrix, name).to(device)
@@ -277,7 +262,7 @@ def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) 
         size = bits * count // 8
         found[:rows, :, at : at + size] = level.reshape(rows, records, count).view(torch.uint8)
         at += size
-    return found.view(torch.int32).view(-1, _SIDE, records, form.planes).permute(0, 2, 3, 1).contiguous()
+    return found.view(torch.int32).view(-1, SIDE, records, form.planes).permute(0, 2, 3, 1).contiguous()
 
 
 @frozen

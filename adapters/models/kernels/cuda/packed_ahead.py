@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.triton.hopper import (
     hopper_packed,
     hopper_packed_row,
+    hopper_packed_shared,
     hopper_packed_wide,
     hopper_row_registers,
 )
@@ -26,12 +28,19 @@ if TYPE_CHECKING:
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
 _WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
+_SHARED_BYTES = 192 << 10  # the same for rows of x and unpacked weights
+_STEP = 64  # columns of a step of these
+_ROUND = 128  # columns that are unpacked at a time
+_PACKED_BYTES = 20 << 10  # of shared memory for their words and levels
+# The fewest rows for which it is quicker to unpack to shared memory, of a chain and of pieces; 0: it never is.
+_SHARED_ROWS = {"uint4": (512, 2048)}
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
-_BARRIERS = 1 << 10  # bytes of barriers, and of scales on their way between lanes, at most
+_BARRIERS = 1 << 10  # bytes of barriers, at most
+_SCALES = 16  # bytes of the scales of the four words of a row of a block
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
 
@@ -67,7 +76,7 @@ def choose_ahead_tile(weight: CudaPackedMatrix) -> AheadTile:
 
 def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
     tile = choose_ahead_tile(weight)
-    descriptors = (*_describe_weight(weight, tile), _describe_rows(x, weight.pieces, tile.columns))
+    descriptors = (*_describe_weight(weight, tile, weight.pieces), _describe_rows(x, weight.pieces, tile.columns))
     steps = count_parts(weight.blocks // weight.pieces, tile.columns // weight.block_form.block)
     sizes = (len(x), weight.outputs, steps, out.stride(0))
     constants = {"W_STAGES": tile.stages, "X_STAGES": tile.stages, "FORM": weight.block_form, "GATED": gated}
@@ -76,7 +85,7 @@ def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: i
     launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
 
 
-# Of one row, for each kind of steps (decisions 057 and 058); `fill_memory` may find room for more stages.
+# Of one row, for each kind of steps (decisions 057, 058 and 064); `fill_memory` may find room for more stages.
 ROW_CHAINS = {
     "e4m3": AheadTile(64, 128, 2, 4, 128),
     "int8": AheadTile(64, 256, 2, 4, 168),
@@ -86,6 +95,8 @@ ROW_PIECES = AheadTile(16, 128, 2, 8, 80)
 LONG_PIECES = {"int8": AheadTile(16, 256, 2, 8, 168)}
 MANY_PIECES = {"e4m3": AheadTile(16, 256, 2, 8, 80)}  # of weights for which a processor has three programs at a time
 _LONG = 1024  # columns of a long piece
+_SHORT = 512  # columns of a short piece
+_ROUNDS = {"uint4": 2}  # of programs with a chain for each of several rows, at most
 
 
 def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
@@ -98,28 +109,51 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
     if len(x) != 1 or x.dtype != torch.bfloat16 or layout.steps not in ROW_CHAINS or not is_quicker:
         return None
     tile = _choose_chain(weight, processors) if weight.pieces == 1 else _choose_pieces(weight, processors)
-    if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
+    if tile is None or weight.columns != weight.pieces * weight.piece:
         return None
-    return fill_memory(tile, weight, processors, shared) if tile.stages > 0 else tile
+    if tile.stages == 0:
+        programs = 2 if tile.registers > ROW_PIECES.registers else _MOST_PROGRAMS
+        fits = programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
+        return tile if fits and weight.piece >= tile.columns else None
+    if weight.piece % tile.columns:
+        return None
+    found = fill_memory(tile, weight, processors, shared)
+    if found is None and weight.block_form.has_scale_of_word:
+        found = fill_memory(evolve(tile, columns=tile.columns // 2), weight, processors, shared)
+    return found
+
+
+def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
+    """Return the bytes of what a program of one row has whole in shared memory: the row, and scales that are made
+    before it comes.
+    """
+    made = tile.outputs * (weight.columns // 128) * _SCALES if weight.block_form.has_scale_of_word else 0
+    return 2 * weight.columns + made
 
 
 def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None:
-    """None: there are several rounds of programs, which keep memory busy by themselves."""
-    tile = ROW_CHAINS[weight.layout.steps]
-    return tile if count_parts(weight.outputs, tile.outputs) <= _MOST_PROGRAMS * processors else None
+    """None: there are more rounds of programs, which keep memory busy by themselves."""
+    steps = weight.layout.steps
+    tile = ROW_CHAINS[steps]
+    programs = count_parts(weight.outputs, tile.outputs)
+    return tile if programs <= _ROUNDS.get(steps, 1) * _MOST_PROGRAMS * processors else None
 
 
 def _choose_pieces(weight: CudaPackedMatrix, processors: int) -> AheadTile:
-    """Words of four bits wait in registers. With 80 of them, three programs run at a time instead of two."""
+    """Words of four bits wait in registers. With 80 of them, three programs run at a time instead of two. Of pieces of
+    few blocks, memory has room for all words of a program.
+    """
     steps = weight.layout.steps
     rows = ROW_PIECES.outputs
     is_many = count_parts(weight.outputs, rows) > 2 * processors
     if steps != "uint4":
         found = LONG_PIECES if weight.piece >= _LONG else MANY_PIECES if is_many else {}
         return found.get(steps, ROW_PIECES)
-    if is_many:
+    if not is_many:
+        return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128)
+    if weight.piece <= _SHORT:
         return AheadTile(rows, 256, 0, 8, 80)
-    return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128)
+    return ROW_PIECES if weight.piece < _LONG else AheadTile(rows, 128, 0, 8, 80)
 
 
 def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
@@ -131,23 +165,35 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     columns = weight.pieces * tile.columns
     words = 4 * columns // weight.block_form.block * 128
     levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
-    stage = tile.outputs // 8 * (words + levels)
-    stages = ((shared + _RESERVED) // programs - _RESERVED - _BARRIERS - 2 * weight.columns) // stage
+    stage = tile.outputs // 8 * (words if weight.block_form.has_scale_of_word else words + levels)
+    room = (shared + _RESERVED) // programs - _RESERVED - _BARRIERS - count_whole_bytes(tile, weight)
+    stages = room // stage
     steps = weight.piece // tile.columns
     return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
 
 
 def multiply_row(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: int, pdl: bool | None
+    x: Tensor,
+    weight: CudaPackedMatrix,
+    out: Tensor,
+    tile: AheadTile,
+    *,
+    gated: int,
+    pdl: bool | None,
+    is_late: bool = False,
 ) -> None:
-    """Multiply one row. The columns of a piece are whole steps of the tile."""
+    """Multiply one row. The columns of a piece are whole steps of the tile, unless words wait in registers.
+
+    is_late: the next kernel may run beside this one. There must be stages.
+    """
     form = weight.block_form
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers, "FORM": form, "GATED": gated}
     grid = (count_parts(weight.outputs, tile.outputs),)
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
-        described = _describe_weight(weight, tile)
-        launch(hopper_packed_row.packed_row, grid, *described, x, out, weight.outputs, **sizes, **options)
+        described = _describe_weight(weight, tile, weight.pieces)
+        whole = (weight.levels, x, out, weight.outputs)
+        launch(hopper_packed_row.packed_row, grid, *described, *whole, LATE=is_late, **sizes, **options)
         return
     sizes = {"EACH": weight.piece // form.block, "AHEAD": tile.columns // form.block}
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
@@ -155,9 +201,24 @@ def multiply_row(
     launch(hopper_row_registers.packed_row_registers, grid, *weight.tensors, *given, **sizes, **options)
 
 
+def multiply_wide(
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
+) -> bool:
+    """Multiply many rows, more than `NARROW_PACKED`, if that is quicker than to unpack the weight to memory first.
+    Return whether it is. processors: of the device.
+    """
+    if is_unpacked_to_shared(len(x), weight, x.dtype):
+        multiply_wide_shared(x, weight, out, gated=gated, pdl=pdl)
+    elif is_unpacked_in_registers(len(x), weight, x.dtype):
+        multiply_wide_ahead(x, weight, out, processors, gated=gated, pdl=pdl)
+    else:
+        return False
+    return True
+
+
 def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
-    """Return whether products of so many rows, more than `NARROW_PACKED`, are quicker with a weight that is unpacked in
-    registers than with one that has been unpacked to memory. Only formats that were measured are.
+    """Return whether products of so many rows are quicker with a weight that is unpacked in registers than with one
+    that has been unpacked to memory. Only formats that were measured are.
     """
     chain, pieces = _WIDE_ROWS.get(weight.layout.steps, (0, 0))
     if weight.pieces == 1:
@@ -194,9 +255,40 @@ def multiply_wide_ahead(
     launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
 
 
-def _describe_weight(weight: CudaPackedMatrix, tile: AheadTile) -> tuple[TensorDescriptor, TensorDescriptor]:
+def is_unpacked_to_shared(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
+    """Return whether products of so many rows are quicker if some warps of each program unpack its weights to shared
+    memory. Only formats that were measured are.
+    """
+    least = _SHARED_ROWS.get(weight.layout.steps, (0, 0))[weight.pieces > 1]
+    return dtype == torch.bfloat16 and 0 < least <= count
+
+
+def multiply_wide_shared(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
+    """Multiply many rows with a weight that some warps unpack to shared memory."""
+    form = weight.block_form
+    rows = 256 if weight.pieces == 1 else 128
+    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
+    rounds = count_parts(weight.blocks * form.block, _ROUND)
+    sizes = (len(x), weight.outputs, rounds, weight.piece // _STEP, out.stride(0))
+    tile = AheadTile(_WIDE_OUTPUTS, _ROUND, 0, 4, 168)
+    words, levels = _describe_weight(weight, tile, 1)
+    constants = {
+        "W_LAYOUT": shared_layout((_WIDE_OUTPUTS, _STEP), x.dtype),
+        "STAGES": _SHARED_BYTES // ((rows + _WIDE_OUTPUTS) * _STEP * x.element_size()),
+        "AHEAD": _PACKED_BYTES // (4 * (math.prod(words.block_shape) + math.prod(levels.block_shape))),
+        "GROUP": 8,
+        "FORM": form,
+        "GATED": gated,
+        "IN_PIECES": weight.pieces > 1,
+    }
+    given = (words, levels, describe_blocks(x, rows, _STEP), out, *sizes)
+    launch(hopper_packed_shared.packed_shared, grid, *given, **constants, **launch_options(4, pdl))
+
+
+def _describe_weight(
+    weight: CudaPackedMatrix, tile: AheadTile, pieces: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return descriptors by which bulk copies bring words and levels of some columns of every piece."""
-    pieces = weight.pieces
     planes = weight.levels.shape[2]
     height = tile.outputs // 8
     lines = 4 * tile.columns // weight.block_form.block

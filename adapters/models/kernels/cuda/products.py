@@ -25,6 +25,7 @@ from adapters.models.kernels.triton_launch import launch
 
 _STEP = 64  # columns that a warp of `route_few` loads at once
 _HELD = 4  # such steps that it loads ahead, at most
+_STAGES_BESIDE = 3  # that fit into the memory of a processor that has one program of two of another kernel
 
 
 @define
@@ -40,14 +41,16 @@ class CudaProducts:
     hopper: bool
     plain: bool
 
-    def multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0) -> None:
+    def multiply(
+        self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0, is_beside: bool = False
+    ) -> None:
         """Write x @ w.T to out. gated: see `CudaWeight`. piece: columns of which the sum is one chain, whatever the
-        number of rows; 0: all.
+        number of rows; 0: all. is_beside: the kernel before this one lets the next one run beside it.
         """
         if self.hopper and piece:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
         elif self.hopper and len(x) <= NARROW and x.dtype != torch.float32:
-            self._multiply_ahead(x, w, out, gated=gated)
+            self._multiply_ahead(x, w, out, gated=gated, is_beside=is_beside)
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
 
@@ -98,14 +101,15 @@ class CudaProducts:
         grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
         descriptors = describe_blocks(x, tile.rows, tile.depth), describe_blocks(w, tile.columns, tile.depth)
         sizes = (count, columns, depth, piece, out.stride(0))
-        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
+        options = launch_options(4, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
-    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int) -> None:
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, is_beside: bool) -> None:
         (count, depth) = x.shape
         columns = w.shape[0]
         tile = choose_tile_ahead(count, x.dtype, self.shared)
         grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
         descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
-        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GATED": gated}
+        stages = min(tile.stages, _STAGES_BESIDE) if is_beside else tile.stages
+        options = launch_options(tile.warps, self.pdl) | {"STAGES": stages, "GATED": gated, "BESIDE": is_beside}
         launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)

@@ -32,8 +32,8 @@ CHAIN_AHEAD = {
 # 256 for each thread of a group of either.
 CODED_AHEAD = {
     64: {"CONSUMERS": 2, "REGISTERS": 208, "K_STAGES": 4, "V_STAGES": 4},
-    128: {"CONSUMERS": 2, "REGISTERS": 208, "K_STAGES": 4, "V_STAGES": 4},
-    256: {"CONSUMERS": 1, "REGISTERS": 208, "K_STAGES": 2, "V_STAGES": 2},
+    128: {"CONSUMERS": 2, "REGISTERS": 216, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 216, "K_STAGES": 2, "V_STAGES": 2},
 }
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
 # heads of 256 take all of it, and have eight warps. Those of heads of 512 have half of a value's columns.

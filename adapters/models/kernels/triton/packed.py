@@ -40,7 +40,8 @@ def _load_level(ptr, n, block, records, NAME: gl.constexpr, SECOND: gl.constexpr
 
 
 @gluon.jit
-def _levels(ptr, n, block, records, SECOND: gl.constexpr, FORM: gl.constexpr):
+def load_levels(ptr, n, block, records, SECOND: gl.constexpr, FORM: gl.constexpr):
+    """Load the words that hold a block's levels. SECOND: see `_load_level`."""
     scale = _load_level(ptr, n, block, records, "scale", SECOND, FORM)
     inner = scale
     least = scale
@@ -55,16 +56,23 @@ def _levels(ptr, n, block, records, SECOND: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
+def load_words(words_ptr, coordinates, block, blocks):
+    """Load the words of a block of some rows."""
+    n, t, c = coordinates
+    return gl.load(words_ptr + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
+
+
+@gluon.jit
 def load_block(matrix, coordinates, block, blocks, FORM: gl.constexpr):
     """Load a block of some rows in packed form. matrix: pointers to its words and its levels."""
-    n, t, c = coordinates
     words_ptr, levels_ptr = matrix
-    words = gl.load(words_ptr + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
+    n, _, _ = coordinates
+    words = load_words(words_ptr, coordinates, block, blocks)
     records = gl.cdiv(blocks * FORM.block, 128)
-    first = _levels(levels_ptr, n, block, records, False, FORM)
+    first = load_levels(levels_ptr, n, block, records, False, FORM)
     second = first
     if FORM.group * 4 < FORM.block:
-        second = _levels(levels_ptr, n, block, records, True, FORM)
+        second = load_levels(levels_ptr, n, block, records, True, FORM)
     return words, (first, second)
 
 

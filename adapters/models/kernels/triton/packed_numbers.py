@@ -117,32 +117,40 @@ def _pair_scales(levels, c, power, FORM: gl.constexpr):
 def _share_pair_scales(levels, words, power, FORM: gl.constexpr):
     """Return what `_pair_scales` does, of a form that `has_scale_of_word`. Each of the four lanes of a row computes
     the scales of one of the four words, and the others get them from it.
-
-    Both numbers of a word are halves of one register. An instruction for pairs can read one half as both operands.
     """
     LAYOUT: gl.constexpr = words.type.layout
-    RANK: gl.constexpr = len(words.shape)
-    BEFORE: gl.constexpr = gl.SliceLayout(RANK - 1, LAYOUT)
-    if RANK == 5:
-        LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BEFORE)))
-        lane = gl.arange(0, 4, layout=LANE)[None, None, None, :, None]
-    else:
-        LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, BEFORE))
-        lane = gl.arange(0, 4, layout=LANE)[None, None, :, None]
-    both = _round_both(raised_scales_of(levels, lane, power, 133, FORM))
-    both = gl.convert_layout(both.reshape(both.shape[: RANK - 1]), gl.SliceLayout(RANK - 2, LAYOUT))
-    both = both[:, :, :, None, :] if RANK == 5 else both[:, :, None, :]
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT))))
+    lane = gl.arange(0, 4, layout=LANE)[None, None, None, :, None]
+    both = scales_of_words(levels, lane, power, FORM)
+    both = gl.convert_layout(both.reshape(both.shape[:4]), gl.SliceLayout(3, LAYOUT))
+    return _part_scales(both[:, :, :, None, :])
+
+
+@gluon.jit
+def scales_of_words(levels, c, power, FORM: gl.constexpr):
+    """Return the scale of each word c in the lower half of a number, and what is added in the upper half, of a form
+    that `has_scale_of_word`.
+    """
+    factor, below = raised_scales_of(levels, c, power, 133, FORM)
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [factor, below], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _part_scales(both):
+    """Return what `_pair_scales` does of what `scales_of_words` returns. An instruction for pairs can read one half of
+    a register as both operands.
+    """
     low = _take_half(both, "{a, a}")
     return low, multiply_add_pairs(low, 0x3D803D80, -0x7FFF8000), _take_half(both, "{b, b}")  # a 16th
 
 
 @gluon.jit
-def _round_both(scales):
-    """Return a scale in the lower half, and what is added in the upper half."""
-    factor, below = scales
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [factor, below], dtype=gl.int32, is_pure=True, pack=1
-    )
+def numbers_of_words(words, both, dtype: gl.constexpr):
+    """Return 2 ** -EXPONENT of the numbers of words, as `numbers_of` does. both: see `scales_of_words`."""
+    scales = _part_scales(both)
+    return gl.join(_four_paired(words, scales, True), _four_paired(words >> 8, scales, True)).to(dtype)
 
 
 @gluon.jit
@@ -323,14 +331,18 @@ def numbers_of(
 
 
 @gluon.jit
-def weights_of(
-    packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr, SHARES: gl.constexpr = False
-):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order. SCALED, SHARES: as in `numbers_of`.
+    left side of a product, in another order. SCALED: as in `numbers_of`.
     """
     words, levels = packed
     n, _, c = coordinates
-    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED, SHARES)
+    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED)
+    return order_columns(found, FORM)
+
+
+@gluon.jit
+def order_columns(found, FORM: gl.constexpr):
+    """Return numbers `[pieces, rows, lanes, words, ...]` as `[pieces, rows, block]`."""
     found = found.permute((0, 1, 3, 6, 5, 2, 4)) if FORM.block == 128 else found.permute((0, 1, 3, 5, 2, 4))
-    return found.reshape((words.shape[0], words.shape[1], FORM.block))
+    return found.reshape((found.shape[0], found.shape[1], FORM.block))

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.decoder.pipeline.pipeline import Pipeline
-from adapters.models.decoder.pipeline.pipelined_chunks import SPAN
+from adapters.models.decoder.pipeline.pipelined_chunks import SPAN, SPAN_AHEAD
 from adapters.sequence_layout import TensorSpec
 from effects.all import EffectRequest
 from effects.decode import Decoded, RunDecode
@@ -257,7 +257,7 @@ def test_where_prompts_go_with_decode_steps(devices, shard, rows) -> None:  # ty
 @pytest.mark.parametrize(
     ("parts", "concurrent", "chunks"),
     [
-        ((make_fake_shard(runs_ahead=True),), True, SPAN),
+        ((make_fake_shard(runs_ahead=True),), True, SPAN_AHEAD),
         ((make_fake_shard(runs_ahead=True),), False, 1),
         ((FakeShard(),), False, 1),
         ((make_fake_shard(layers=range(1)), make_fake_shard(layers=range(1, 2))), False, SPAN),

@@ -18,6 +18,8 @@ from engine.loading.drafts.find_draft import find_draft
 from engine.loading.drafts.load_draft import build_draft, build_own_kernels
 from engine.settings.options import build_options
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 APART = torch.device("cpu", 0)  # not what a target on the processor calls it, so that everything is as on another one
 
 

@@ -30,6 +30,8 @@ from engine.settings.user_error import UserError
 from engine.tools.list_models import can_host_experts
 from tests.models.decoder.layers.test_host_experts import CONFIG
 
+pytestmark = pytest.mark.usefixtures("rates_are_given")
+
 DTYPE, GIB = torch.bfloat16, 1 << 30
 ONE = 3 * 24 * 64 * 2
 CUDA = [Placement(range(CONFIG.num_layers), torch.device("cuda"))]

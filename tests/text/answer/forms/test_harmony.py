@@ -20,6 +20,7 @@ from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.template import ChatTemplate, ControlToken
 from adapters.text.tokenizer import Tokenizer
+from tests.examples import count_examples
 from tests.text import small
 from tests.text.answer.forms.test_broken_calls import TOOLS, arguments, broken, read, simplify_blocks, words
 from tests.text.test_held import allowed
@@ -100,7 +101,7 @@ def test_the_parser_says_when_it_is_inside_reasoning() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_wrong_arguments_are_valid_and_any_cut_gives_the_same(seed: int) -> None:
     chance = random.Random(f"harmony {seed}")
-    for _ in range(80):
+    for _ in range(count_examples(80)):
         name = chance.choice(["write", "bash", "other"])
         body = json.dumps(arguments(chance, name))
         head = ["<|channel|>", "commentary", f" to=functions.{name} ", "<|constrain|>", "json", "<|message|>"]

@@ -119,6 +119,26 @@ def declare_products(code: ctypes.CDLL) -> None:
     code.rekindle_expect_loop.restype = None
 
 
+def declare_frames(code: ctypes.CDLL) -> None:
+    """Declare what frames.h has."""
+    number = ctypes.c_int
+    pointer = ctypes.c_void_p
+    size = ctypes.c_long
+    name = ctypes.c_char_p
+    code.rekindle_frame_bytes.argtypes = [size]
+    code.rekindle_frame_bytes.restype = size
+    code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
+    code.rekindle_pack_frame.restype = None
+    code.rekindle_read_frames.argtypes = [number, size, pointer, size, size, pointer]
+    code.rekindle_read_frames.restype = size
+    code.rekindle_read_file.argtypes = [name, size, size, pointer, size, pointer, size, size, pointer]
+    code.rekindle_read_file.restype = size
+    code.rekindle_begin_file.argtypes = [name, size, pointer, size, size, pointer]
+    code.rekindle_begin_file.restype = number
+    code.rekindle_end_file.argtypes = [number, name, name, number, name, size, name, size]
+    code.rekindle_end_file.restype = number
+
+
 def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     """Return the library of a folder and an empty text, or None and the reason. It must have been compiled from the
     sources there.
@@ -174,14 +194,9 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
-    code.rekindle_frame_bytes.argtypes = [size]
-    code.rekindle_frame_bytes.restype = size
-    code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
-    code.rekindle_pack_frame.restype = None
-    code.rekindle_read_frame.argtypes = [number, size, size, pointer, size]
-    code.rekindle_read_frame.restype = size
     brief = ctypes.PyDLL(str(folder / FILE))
     for calls in (code, brief):
+        declare_frames(calls)
         calls.rekindle_match_texts.argtypes = [pointer, size]
         calls.rekindle_match_texts.restype = None
         calls.rekindle_find_branch.argtypes = [pointer, size]

@@ -16,6 +16,7 @@ from triton.runtime import build, cache, jit
 
 from adapters.models.kernels.cuda.compilation.digests import hash_callees_first
 from adapters.models.kernels.cuda.compilation.launchers import load_separately
+from adapters.processors import count_processors
 
 if hasattr(build, "_load_module_from_path"):
     build._load_module_from_path = load_separately(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
@@ -74,6 +75,6 @@ def compile_in_threads() -> Iterator[None]:
 
     A kernel that cannot be compiled fails where it is launched.
     """
-    threads = ThreadPoolExecutor(os.cpu_count() or 1, "compiling")
+    threads = ThreadPoolExecutor(count_processors(), "compiling")
     with threads, AsyncCompileMode(threads, ignore_errors=True):
         yield

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Timer
 
+from adapters.processors import count_processors
+
 MOST = 16  # processes, in all pools together
 PATIENCE_S = 120.0  # seconds to wait for an answer
 LEAVE_S = 5.0  # seconds that a process has to end
@@ -34,7 +36,7 @@ def run_lines(lines: Sequence[str], module: str) -> list[str]:
     reason why it failed, and ends when its input is closed.
     """
     waiting = deque(lines)
-    count = min(MOST, os.cpu_count() or 1, len(waiting))
+    count = min(MOST, count_processors(), len(waiting))
     if not count:
         return []
     with ThreadPoolExecutor(count, "workers") as threads:

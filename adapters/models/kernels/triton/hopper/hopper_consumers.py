@@ -146,8 +146,10 @@ def consume_tiles(
     WINDOW: gl.constexpr,
     SINKS: gl.constexpr,
     CODED: gl.constexpr = False,
+    MORE: gl.constexpr = False,
+    read=0,
 ):
-    """Compute consumer NUMBER's part of a tile.
+    """Compute consumer NUMBER's part of a tile. MORE: it may compute one after the other; `read`: tiles of keys so far.
 
     tile_rows: the tile's first row, rows, first position, the program's first head, its last position, with a window
     the first tile of keys, and how many it has.
@@ -176,25 +178,27 @@ def consume_tiles(
         row = (begins + i) // GROUP
         of_head = ((row0 + row) * HEADS + kv_head * GROUP + (begins + i) % GROUP).to(gl.int64)
         q = queries.index(NUMBER)
+        if MORE:
+            program_barrier()  # the other warps have multiplied with the queries before
         q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=(row < count)[:, None], other=0.0))
         fence_async_shared()
         program_barrier()
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         begin = first + begins // GROUP
         position = gl.minimum(first + (begins + m) // GROUP, last)
-        k_come, k_free, v_come, _v_free = bars
+        k_come, k_free, v_come, v_free = bars
         nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
         acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
         no_peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
         no_total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
-        begun = _multiply_keys(q, k_ring, k_come, 0, nothing, K_STAGES)
+        begun = _multiply_keys(q, k_ring, k_come, read, nothing, K_STAGES)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
         if CODED:
             scores = _scale_columns(scores, scales[0], 0, K_STAGES)
-        mbarrier.arrive(k_free.index(0), count=1)
+        mbarrier.arrive(k_free.index(read % K_STAGES), count=1)
         key0 = low * BLOCK_N
         weights, fade, peak, total = _weigh_scores(scores, True, key0, position, no_peak, no_total, scale, WINDOW)
-        mbarrier.wait(v_come.index(0), 0)
+        mbarrier.wait(v_come.index(read % V_STAGES), read // V_STAGES & 1)
         if CODED:
             weights = _scale_columns(weights, scales[1], 0, V_STAGES)
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
@@ -206,28 +210,30 @@ def consume_tiles(
         opening = 0
         if WINDOW > 0:  # so are the first ones, of whose keys some rows do not see all
             if not CODED and lowest > key0:
-                _forget(v_ring.index(0), BLOCK_N, 4 * COLUMNS, lowest - key0)
+                _forget(v_ring.index(read % V_STAGES), BLOCK_N, 4 * COLUMNS, lowest - key0)
             edge = _lowest_key(gl.minimum(first + (begins + BLOCK_M - 1) // GROUP, last), WINDOW)
             opening = gl.minimum(gl.maximum(gl.cdiv(edge, BLOCK_N) - 1 - low, 0), clear)
             p, acc, fade, sums, ended, folded = _walk(
-                0, opening, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position, scale, low,
-                SCORES, OF_SPLIT, WINDOW, True, CODED, K_STAGES, V_STAGES,
+                read, read + opening, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position,
+                scale, low - read, SCORES, OF_SPLIT, WINDOW, True, CODED, K_STAGES, V_STAGES,
             )  # fmt: skip
         p, acc, fade, sums, ended, folded = _walk(
-            opening, clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position, scale, low,
-            SCORES, OF_SPLIT, WINDOW, False, CODED, K_STAGES, V_STAGES,
+            read + opening, read + clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position,
+            scale, low - read, SCORES, OF_SPLIT, WINDOW, False, CODED, K_STAGES, V_STAGES,
         )  # fmt: skip
         p, acc, fade, sums, ended, folded = _walk(
-            clear, end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position, scale, low,
-            SCORES, OF_SPLIT, WINDOW, True, CODED, K_STAGES, V_STAGES,
+            read + clear, read + end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, scales, bars, position,
+            scale, low - read, SCORES, OF_SPLIT, WINDOW, True, CODED, K_STAGES, V_STAGES,
         )  # fmt: skip
         acc, folded = _open_or_fade(low + end, acc, fade, ended, folded, OF_SPLIT)
-        values = v_ring.index(end % V_STAGES)
+        values = v_ring.index((read + end) % V_STAGES)
         if not CODED and (low + tiles) * BLOCK_N > last + 1:
             least = lowest - (low + end) * BLOCK_N if WINDOW > 0 else 0
             _forget(values, last - (low + end) * BLOCK_N, 4 * COLUMNS, least)
         adding = warpgroup_mma(p, values, acc, use_acc=(low + end) % OF_SPLIT > 0, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
+        if MORE:
+            mbarrier.arrive(v_free.index((read + end) % V_STAGES), count=1)
         all_acc, all_peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
         if SINKS:  # one more key, whose value is zero
             sink = gl.load(sinks_ptr + kv_head * GROUP + (begins + m) % GROUP) * 1.4426950408889634

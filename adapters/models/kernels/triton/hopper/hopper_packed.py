@@ -21,7 +21,7 @@ from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.packed import add_pieces, restore, store_narrow
 from adapters.models.kernels.triton.packed_levels import share_of
-from adapters.models.kernels.triton.packed_numbers import numbers_of
+from adapters.models.kernels.triton.packed_numbers import numbers_of, numbers_of_words
 
 
 @gluon.constexpr_function
@@ -157,7 +157,9 @@ def _levels(planes, like, SECOND: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, SHARES: gl.constexpr = False):
-    """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them."""
+    """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them.
+    SHARES: see `numbers_of`.
+    """
     words = _take_words(lines)
     planes = _take_planes(levels)
     first = _levels(planes, words, False, FORM)
@@ -167,9 +169,32 @@ def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, SH
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
     c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
     found = numbers_of(words, (first, second), c, row, dtype, FORM, True, SHARES)
+    return _order_columns(found, FORM)
+
+
+@gluon.jit
+def take_weights_with(lines, scales, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return what `take_weights` does, of scales `[blocks, pieces, rows, 4]` as `hopper_packed_row` makes them."""
+    words = _take_words(lines)
+    OWN: gl.constexpr = gl.SliceLayout(3, words.type.layout)
+    both = gl.convert_layout(scales.permute((1, 2, 0, 3)), OWN, assert_trivial=True)
+    return _order_columns(numbers_of_words(words, both[:, :, :, None, :], dtype), FORM)
+
+
+@gluon.jit
+def _order_columns(found, FORM: gl.constexpr):
+    """Return numbers `[pieces, rows, blocks, lanes, words, ...]` as `[pieces, rows, columns]`."""
     is_long: gl.constexpr = FORM.block == 128
     found = found.permute((0, 1, 2, 4, 7, 6, 3, 5)) if is_long else found.permute((0, 1, 2, 4, 6, 3, 5))
-    return found.reshape((words.shape[0], words.shape[1], words.shape[2] * FORM.block))
+    return found.reshape((found.shape[0], found.shape[1], found.shape[2] * FORM.block))
+
+
+@gluon.jit
+def request_words(desc, ring, come, slot, row, step, pred, more: gl.constexpr = 0):
+    """Load a step's words to their slot of the ring. more: bytes that come with them."""
+    mbarrier.expect(come.index(slot), desc.block_type.nbytes + more, pred=pred)
+    at = step * desc.block_type.shape[2]
+    bring(desc, [row, 0, at, 0], come.index(slot), ring.index(slot), pred=pred)
 
 
 @gluon.jit
@@ -177,9 +202,7 @@ def request_weights(descriptors, rings, come, slot, row, step, pred):
     """Load a step's words and levels to their slot of the rings."""
     words_desc, levels_desc = descriptors
     w_ring, l_ring = rings
-    mbarrier.expect(come.index(slot), words_desc.block_type.nbytes + levels_desc.block_type.nbytes, pred=pred)
-    at = step * words_desc.block_type.shape[2]
-    bring(words_desc, [row, 0, at, 0], come.index(slot), w_ring.index(slot), pred=pred)
+    request_words(words_desc, w_ring, come, slot, row, step, pred, levels_desc.block_type.nbytes)
     at = step * levels_desc.block_type.shape[2]
     bring(levels_desc, [row, 0, at, 0, 0], come.index(slot), l_ring.index(slot), pred=pred)
 

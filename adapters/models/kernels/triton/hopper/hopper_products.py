@@ -32,10 +32,14 @@ def linear_ahead(
     stride,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
+    BESIDE: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for few rows. stride: from one row of out to the next.
+
+    BESIDE: the kernel before this one lets it start only after it has waited for all that x needs, and neither needs
+    what the other writes. Then this one does not wait for it before its own end.
 
     One program owns a block of 64 weight rows, the tall operand, over the whole depth. STAGES blocks of w and x are
     in shared memory or on their way there. Descriptors say how large blocks are; data behind the last row of w or x
@@ -60,7 +64,8 @@ def linear_ahead(
         bring(w_desc, [n0, at * BLOCK_K], come.index(at), w_ring.index(at), pred=at < steps)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not BESIDE:
+            gdc_wait()
     for at in gl.static_range(STAGES):
         bring(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
@@ -91,3 +96,5 @@ def linear_ahead(
     n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
     m = m0 + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))[None, :]
     gl.store(out_ptr + m.to(gl.int64) * stride + n, out, mask=(m < rows) & (n < columns))
+    if PDL and BESIDE:
+        gdc_wait()  # the kernel after this one waits for this one only

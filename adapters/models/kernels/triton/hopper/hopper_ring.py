@@ -54,8 +54,11 @@ def fill_rings(
     PAGE: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
+    read=0,
 ):
     """Bring tiles of keys and values in order, from tile `low` on, each as soon as its slot of the ring is free.
+
+    read: tiles that were brought before.
 
     bars: of keys and of values those that tell what has come, and those that tell what is free.
     """
@@ -66,11 +69,11 @@ def fill_rings(
         row = base + at
         if PAGE > 0:
             row = (gl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
-        k_at = number % K_STAGES
-        mbarrier.wait(k_free.index(k_at), (number // K_STAGES & 1) ^ 1)
+        k_at = (read + number) % K_STAGES
+        mbarrier.wait(k_free.index(k_at), ((read + number) // K_STAGES & 1) ^ 1)
         mbarrier.expect(k_come.index(k_at), k_desc.block_type.nbytes)
         bring(k_desc, [row, 0], k_come.index(k_at), k_ring.index(k_at))
-        v_at = number % V_STAGES
-        mbarrier.wait(v_free.index(v_at), (number // V_STAGES & 1) ^ 1)
+        v_at = (read + number) % V_STAGES
+        mbarrier.wait(v_free.index(v_at), ((read + number) // V_STAGES & 1) ^ 1)
         mbarrier.expect(v_come.index(v_at), v_desc.block_type.nbytes)
         bring(v_desc, [row, 0], v_come.index(v_at), v_ring.index(v_at))

@@ -15,16 +15,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_packed_row import find_largest_power
+from adapters.models.kernels.triton.hopper.hopper_packed_row import find_largest_power, make_scales
 from adapters.models.kernels.triton.packed import (
     add_pieces,
     lanes_of,
     load_block,
+    load_words,
     locate_piece,
     restore,
     store_narrow,
 )
-from adapters.models.kernels.triton.packed_numbers import weights_of
+from adapters.models.kernels.triton.packed_numbers import numbers_of_words, order_columns, weights_of
 
 
 @gluon.jit
@@ -56,16 +57,29 @@ def _copy_row(x_ptr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.conste
 
 
 @gluon.jit
-def _multiply_block(acc, row, step, packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
+def _load(matrix, coordinates, block, blocks, FORM: gl.constexpr):
+    """Load a block of some rows in packed form, without its levels where scales are made of them before."""
+    if FORM.has_scale_of_word:
+        found = load_words(matrix[0], coordinates, block, blocks)
+    else:
+        found = load_block(matrix, coordinates, block, blocks, FORM)
+    return found
+
+
+@gluon.jit
+def _multiply_block(acc, row, scales, step, packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
     """Add the product of a block's numbers with the columns of x that belong to it."""
     MMA: gl.constexpr = acc.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
     right = columns_of_x[:, :, None].broadcast_to([acc.shape[0], FORM.block, acc.shape[2]])
-    SHARES: gl.constexpr = FORM.has_scale_of_word
-    w = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM, True, SHARES), LEFT, assert_trivial=True)
-    return mma_v2(w, right, acc)
+    if FORM.has_scale_of_word:
+        both = scales.index(step).load(gl.SliceLayout(2, packed.type.layout))[:, :, None, :]
+        w = order_columns(numbers_of_words(packed, both, dtype), FORM)
+    else:
+        w = weights_of(packed, coordinates, dtype, FORM, True)
+    return mma_v2(gl.convert_layout(w, LEFT, assert_trivial=True), right, acc)
 
 
 @gluon.jit(do_not_specialize=["blocks"])
@@ -85,12 +99,14 @@ def packed_row_registers(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out[columns] = x @ w.T for one row. blocks: of a row of w. EACH: blocks of a piece, whole AHEAD.
+    """Compute out[columns] = x @ w.T for one row. blocks: of a row of w. EACH: blocks of a piece, AHEAD or more.
 
     A program owns BLOCK_N rows of w, and each of its warps one piece of the columns of some of them. A warp has the
     packed words of AHEAD blocks in registers or on their way there, the first of them before it waits for the kernels
-    before.
+    before. The blocks that are left at the end of a piece are fewer.
     """
+    REST: gl.constexpr = EACH % AHEAD
+    LAST: gl.constexpr = REST if REST > 0 else AHEAD
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
@@ -102,20 +118,34 @@ def packed_row_registers(
     first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * EACH
     held = ()
     for ahead in gl.static_range(AHEAD):
-        held = held + (load_block(matrix, coordinates, first + ahead, blocks, FORM),)  # noqa: RUF005
+        held = held + (_load(matrix, coordinates, first + ahead, blocks, FORM),)  # noqa: RUF005
     if PDL:
         gdc_launch_dependents()
+    scales = 0  # never read where levels come with words
+    if FORM.has_scale_of_word:
+        made = make_scales(levels_ptr, n0, columns, EACH, PIECES, BLOCK_N, FORM, num_warps)
+        LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        scales = made._reinterpret(gl.int32, [EACH, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
+    if PDL:
         gdc_wait()
     row = _copy_row(x_ptr, EACH, PIECES, FORM.block, num_warps)
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    for step in range(0, EACH - AHEAD, AHEAD):
+    for step in range(0, EACH - AHEAD - REST, AHEAD):
         coming = ()
         for ahead in gl.static_range(AHEAD):
-            acc = _multiply_block(acc, row, step + ahead, held[ahead], coordinates, dtype, FORM)
+            acc = _multiply_block(acc, row, scales, step + ahead, held[ahead], coordinates, dtype, FORM)
             block = first + (step + AHEAD + ahead)
-            coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
+            coming = coming + (_load(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
         held = coming
-    for ahead in gl.static_range(AHEAD):
-        acc = _multiply_block(acc, row, EACH - AHEAD + ahead, held[ahead], coordinates, dtype, FORM)
+    if REST > 0:
+        rest = ()
+        for ahead in gl.static_range(AHEAD):
+            acc = _multiply_block(acc, row, scales, EACH - REST - AHEAD + ahead, held[ahead], coordinates, dtype, FORM)
+            if ahead < REST:
+                block = first + (EACH - REST + ahead)
+                rest = rest + (_load(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
+        held = rest
+    for ahead in gl.static_range(LAST):
+        acc = _multiply_block(acc, row, scales, EACH - LAST + ahead, held[ahead], coordinates, dtype, FORM)
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, 0, 1, columns, 0, dtype, GATED)

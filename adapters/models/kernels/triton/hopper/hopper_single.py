@@ -43,6 +43,7 @@ def read_single_rows(
     DK: tl.constexpr,
     DV: tl.constexpr,
     TILE: tl.constexpr,
+    APART: tl.constexpr,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,12 +51,14 @@ def read_single_rows(
     """Compute what one row reads of one head of values. The row's gates are kept for later steps.
 
     slots, positions: int64 `[bucket]`; padded rows, at position -1, read zeros. The other tensors are those of
-    `delta_factor.factor` and `delta.scan`. What earlier steps have left is loaded before the kernels of this step end.
+    `delta_factor.factor` and `delta.scan`. APART: a program has one tile of a head's values in place of all. What
+    earlier steps have left is loaded before the kernels of this step end.
     """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    tiles: tl.constexpr = DV // TILE if APART else 1
+    head = tl.program_id(1) // tiles
     position = tl.load(positions_ptr + row).to(tl.int32)
     slot = tl.load(slots_ptr + row)
     to = out_ptr + (row * HEADS + head) * DV
@@ -66,7 +69,8 @@ def read_single_rows(
     else:
         _read_row(
             convolved_ptr, gates_ptr, kept_ptr, kept_gates_ptr, rate_ptr, bias_ptr, memory_ptr, out_ptr, row, slot,
-            position, head, gates_stride, scale, KEY_HEADS, HEADS, DK, DV, TILE, INPUTS, PARTS, PDL,
+            position, head, tl.program_id(1) % tiles, gates_stride, scale, KEY_HEADS, HEADS, DK, DV, TILE, APART,
+            INPUTS, PARTS, PDL,
         )  # fmt: skip
 
 
@@ -114,7 +118,7 @@ def factor_and_read(
             position = tl.load(single + 2)
             _read_row(
                 convolved_ptr, gates_ptr, kept_ptr, kept_gates_ptr, rate_ptr, bias_ptr, memory_ptr, out_ptr, row, slot,
-                position, head, gates_stride, scale, KEY_HEADS, HEADS, DK, DV, TILE, INPUTS, PARTS, False,
+                position, head, 0, gates_stride, scale, KEY_HEADS, HEADS, DK, DV, TILE, False, INPUTS, PARTS, False,
             )  # fmt: skip
     else:
         item = (tl.program_id(0) - single_limit).to(tl.int64)
@@ -146,6 +150,7 @@ def _read_row(
     slot,
     position,
     head,
+    own_tile,
     gates_stride,
     scale,
     KEY_HEADS: tl.constexpr,
@@ -153,11 +158,15 @@ def _read_row(
     DK: tl.constexpr,
     DV: tl.constexpr,
     TILE: tl.constexpr,
+    APART: tl.constexpr,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Compute what one real row reads of one head. WAITS: kernels before this one may still run."""
+    """Compute what one real row reads of one head, if APART only of `own_tile` of its values.
+
+    WAITS: kernels before this one may still run.
+    """
     width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
     old = position % CHUNK
     base = position - old
@@ -171,15 +180,19 @@ def _read_row(
     ring = kept_ptr + (slot * RING + base % RING) * width
     fresh = convolved_ptr + row * (width + KEY_HEADS * DK)
     memory = memory_ptr + (slot * HEADS + head) * DK * DV
-    if base > 0:
-        _fetch(memory + tl.arange(0, DK * DV // 32) * 32)
-    # One thread fetches 128 bytes.
-    in_row: tl.constexpr = DK // 64
-    n = tl.arange(0, CHUNK * in_row)
-    _fetch(ring + n // in_row * width + key + n % in_row * 64)
-    in_value: tl.constexpr = DV // 64
-    n = tl.arange(0, CHUNK * in_value)
-    _fetch(ring + n // in_value * width + values + n % in_value * 64)
+    if base > 0:  # one thread fetches 128 bytes
+        in_state: tl.constexpr = (TILE if APART else DV) // 32
+        n = tl.arange(0, DK * in_state)
+        _fetch(memory + (own_tile * TILE if APART else 0) + n // in_state * DV + n % in_state * 32)
+    tiles: tl.constexpr = 1 if APART else DV // TILE
+    first = own_tile * TILE if APART else 0
+    v = tl.arange(0, TILE)[None, :]
+    kept = (ring + i * width)[:, None]
+    kept_key = tl.load(kept + key + d[None, :], is_old[:, None], 0.0)
+    kept_values = ()
+    for number in tl.static_range(tiles):
+        at = values + first + number * TILE + v
+        kept_values = kept_values + (tl.load(kept + at, is_old[:, None], 0.0),)  # noqa: RUF005 - there is no other way
     kept_gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + base % RING + i
     kept_beta = tl.load(kept_gates, is_old, 0.0)
     kept_rate = tl.load(kept_gates + RING, is_old, 0.0)
@@ -191,8 +204,8 @@ def _read_row(
     tl.store(kept_gates + RING, rate, is_new)
     g = tl.cumsum(rate, 0)
     g_own = tl.sum(tl.where(is_new, g, 0.0), 0)
-    rows = tl.where(is_old, ring + i * width, fresh + KEY_HEADS * DK + i * 0)[:, None]
-    k = _split(tl.load(rows + key + d[None, :], exists[:, None], 0.0), INPUTS)
+    own_rows = fresh + KEY_HEADS * DK
+    k = _split(tl.where(is_new[:, None], tl.load(own_rows + key + d)[None, :], kept_key), INPUTS)
     k_turned = _transpose_parts(k, INPUTS)
     left, right = _factor_rows(k, k_turned, g, beta, old + 1, INPUTS, PARTS)
     t_parts = _split(_hide_origin(_unite(left, right)), PARTS)
@@ -205,15 +218,15 @@ def _read_row(
     grown = tl.exp(g)
     own = tl.exp(g_own) * scale
     is_first = tl.arange(0, BLOCK)[:, None] == 0
-    for tile in tl.static_range(DV // TILE):
-        v = tile * TILE + tl.arange(0, TILE)[None, :]
-        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
-        value = tl.load(rows + values + v, exists[:, None], 0.0)
+    for number in tl.static_range(tiles):
+        at = first + number * TILE + v
+        state = tl.load(memory + d[:, None] * DV + at, (d < DK)[:, None] & (base > 0), 0.0)
+        value = tl.where(is_new[:, None], tl.load(own_rows + values + at), kept_values[number])
         states = _split(state, PARTS, True)  # or it would be done for each of two products
         known = _product(k, states, tl.zeros((CHUNK, TILE), tl.float32), INPUTS, PARTS, PARTS)
         u = _split(beta[:, None] * (value.to(tl.float32) - grown[:, None] * known), PARTS)
         none = tl.zeros((BLOCK, TILE), tl.float32)
         read = _product(q, states, none, INPUTS, PARTS, PARTS) * own
         read = _product(mix, u, read, PARTS, PARTS, PARTS)
-        to = out_ptr + (row * HEADS + head) * DV + v
+        to = out_ptr + (row * HEADS + head) * DV + at
         tl.store(tl.broadcast_to(to, (BLOCK, TILE)), read, is_first)

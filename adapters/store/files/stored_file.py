@@ -1,0 +1,184 @@
+"""Reads and writes stored files, those whose frames are not compressed, in one call of the compiled library each.
+
+The problem: at the speed of memory a thread reads a run of 4 MiB within a millisecond, and eight threads read at once.
+What they do between calls of the system needs the interpreter, which one thread has at a time. Behind 4 MiB of rows it
+also finds little of its own code in the processor's cache. So a dozen short calls for each run kept five of eight cores
+waiting (decision 063).
+
+How it works. All of a stored file follows from its run, except the checksums of its frames. So the rest is encoded
+beforehand, on the event loop (`plan_file`). One call of C then opens the file, reads rows straight to their places, and
+compares their checksums. What is left to do in Python is to complete the head with these, and to compare it. A file
+that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
+
+Writing goes the other way (`RowsToWrite`): one call hashes rows and writes them from where they lie, and another one
+adds the head and the table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from attrs import frozen
+
+from adapters.store.files import seekable
+from adapters.store.files.expected import Expected
+from adapters.store.files.file_format import (
+    DIGEST,
+    FRAME,
+    Layout,
+    Run,
+    digest_frames,
+    encode_around_digest,
+    split_frames,
+)
+from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, load_functions, pack_short_frame
+from adapters.store.files.seekable import CHECKSUM, Sizes
+
+
+@frozen
+class StoredRows:
+    """The frames that rows of one size become. content, frames, packed_bytes: without a short last frame.
+
+    short_bytes: the content of that one, which is compressed; 0 for none.
+    """
+
+    content: int
+    frames: tuple[Sizes, ...]
+    packed_bytes: int
+    short_bytes: int
+
+
+@lru_cache(64)
+def measure_rows(size: int) -> StoredRows:
+    """Return what rows of so many bytes become. There is a compiled library."""
+    contents = [stop - start for start, stop in split_frames(size)]
+    short = contents.pop() if contents and contents[-1] < SHORT else 0
+    frames = tuple((count_frame_bytes(content), content) for content in contents)
+    return StoredRows(size - short, frames, sum(packed for packed, _ in frames), short)
+
+
+# --- reading ---
+
+
+@frozen(eq=False)
+class StoredFile:
+    """All parts that a stored file must have. before, after: its head, around the digest of the frames' checksums.
+
+    head_bytes: of the frame of the head. has_plain_head: it is as long as one that is not compressed.
+    """
+
+    rows: StoredRows
+    size: int
+    head_bytes: int
+    has_plain_head: bool
+    before: bytes
+    after: bytes
+    table: bytes
+
+    def read(self, path: str, address: int) -> bool:
+        """Read the file's rows to this address. Return True if it is exactly this file.
+
+        Otherwise the memory may hold anything. Any thread may call this; the interpreter is free meanwhile.
+        """
+        compiled = load_functions()
+        assert compiled is not None, "else nothing is planned"
+        ends = self.head_bytes + len(self.table)
+        space = ctypes.create_string_buffer(ends + CHECKSUM * len(self.rows.frames))
+        place = ctypes.addressof(space)
+        failed = compiled.rekindle_read_file(
+            *(os.fsencode(path), self.size, self.head_bytes, place, len(self.table)),
+            *(address, self.rows.content, FRAME, place + ends),
+        )
+        found = space.raw
+        return not failed and found[self.head_bytes : ends] == self.table and self._has_head(found, found[ends:])
+
+    def _has_head(self, found: bytes, checksums: bytes) -> bool:
+        head = self.before + digest_frames([checksums]).hex().encode() + self.after
+        if self.has_plain_head:
+            return found[: self.head_bytes] == pack_short_frame(head)
+        try:
+            return seekable.decompress_exactly(found[: self.head_bytes], len(head)) == head
+        except seekable.Damaged:
+            return False
+
+
+def plan_file(expected: Expected) -> StoredFile | None:
+    """Describe the file of a run, if it can be a stored one that is read in one call; else return None."""
+    if load_functions() is None:
+        return None
+    run = expected.run
+    layout = expected.layout
+    rows = measure_rows(layout.compute_size(run.kind, run.length))
+    head_bytes = expected.size - rows.packed_bytes - seekable.compute_table_size(1 + len(rows.frames))
+    if rows.short_bytes or not rows.frames or head_bytes <= 0:
+        return None
+    before, after = encode_around_digest(run, layout)
+    content = len(before) + 2 * DIGEST + len(after)
+    if head_bytes > seekable.compute_bound(content):
+        return None
+    table = seekable.encode_table([(head_bytes, content), *rows.frames])
+    is_plain = head_bytes == count_frame_bytes(content)
+    return StoredFile(rows, expected.size, head_bytes, is_plain, before, after, table)
+
+
+# --- writing ---
+
+
+@frozen(eq=False)
+class RowsToWrite:
+    """Rows that lie at an address, and become a stored file. Their memory stays as it is until they are written."""
+
+    run: Run
+    layout: Layout
+    address: int
+
+    @property
+    def size(self) -> int:
+        return self.layout.compute_size(self.run.kind, self.run.length)
+
+    def write(self, temporary: str, path: str, *, replace: bool) -> int:
+        """Write the file and return its size. It gets its name when it is whole. Raises OSError; then nothing is left.
+
+        temporary: its name until then. Any thread may call this; the interpreter is free while rows are hashed and
+        written. The head is not compressed, so that its size is known before the checksums are: they are computed while
+        rows are written.
+        """
+        compiled = load_functions()
+        assert compiled is not None, "callers have asked for it"
+        rows = measure_rows(self.size)
+        before, after = encode_around_digest(self.run, self.layout)
+        content = len(before) + 2 * DIGEST + len(after)
+        head_bytes = count_frame_bytes(content)
+        sums = ctypes.create_string_buffer(CHECKSUM * len(rows.frames))
+        new = os.fsencode(temporary)
+        file = compiled.rekindle_begin_file(new, head_bytes, self.address, rows.content, FRAME, ctypes.addressof(sums))
+        if file < 0:
+            raise OSError(-file, os.strerror(-file), path)
+        try:
+            short, checksums, sizes = self._compress_short_end(rows)
+            first = pack_short_frame(before + digest_frames([sums.raw, checksums]).hex().encode() + after)
+            rest = short + seekable.encode_table([(head_bytes, content), *rows.frames, *sizes])
+        except BaseException:
+            os.close(file)
+            Path(temporary).unlink()
+            raise
+        error = compiled.rekindle_end_file(*(file, new, os.fsencode(path), replace, first, len(first), rest, len(rest)))
+        if error:
+            raise OSError(error, os.strerror(error), path)
+        return len(first) + rows.packed_bytes + len(rest)
+
+    def _compress_short_end(self, rows: StoredRows) -> tuple[bytes, bytes, list[Sizes]]:
+        """Return the last frame, its checksum and its sizes, if it is a short one."""
+        if not rows.short_bytes:
+            return b"", b"", []
+        content = ctypes.string_at(self.address + rows.content, rows.short_bytes)
+        frame = seekable.create_compressor(LEVEL).compress(content)
+        return frame, seekable.read_checksum(frame), [(len(frame), len(content))]
+
+
+def can_write_rows(size: int) -> bool:
+    """Say whether rows of so many bytes may be written from where they are. Short ones are compressed instead."""
+    return load_functions() is not None and bool(measure_rows(size).frames)
