@@ -78,7 +78,7 @@ def collect_panels(results: Sequence[Result]) -> list[Panel]:
     restart = find_figure(results, vllm, "8B shape, first token after a restart", "32k")
     cold = find_figure(results, vllm, "8B shape, first token", "32k")
     hybrid = find_figure(results, "hybrid-bf16-h200", "27B shape, first token after kill -9", "32768")
-    agents = find_figure(results, vllm, "8B shape, 16 sessions that begin together", "whole run")
+    agents = find_figure(results, "peer-8b-shape-vllm-h200", "8B shape, 16 sessions that begin together", "whole run")
     ready = find_figure(results, vllm, "8B shape, ready", "second")
     assert cold.ours is not None
     # vLLM keeps nothing over a restart in that run, so it reads the prompt again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def make_hybrid_servers(given: argparse.Namespace, folder: Path) -> dict[str, Co
     return found
 
 
-def serve_drawn_vllm(model: Path, settings: dict[str, Any], vocabulary: int, given: argparse.Namespace) -> Contender:
+def serve_drawn_vllm(model: Path, settings: Mapping[str, Any], vocabulary: int, given: argparse.Namespace) -> Contender:
     """vLLM's server with weights of its own. model: the folder of its config.json, written unless it is there."""
     if not model.exists():
         model.mkdir(parents=True)
