@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +128,15 @@ def make_hybrid_servers(given: argparse.Namespace, folder: Path) -> dict[str, Co
     if given.vllm:
         described = {**settings(layers), **NEXT, "mlp_only_layers": list(range(layers))}
         del described["rope_parameters"]
-        found["vLLM"] = serve_drawn_vllm(folder / f"{HYBRID}-config", described, VOCABULARY, given)
+        found["vLLM"] = serve_drawn_vllm(folder / f"{HYBRID}-config", json.dumps(described), VOCABULARY, given)
     return found
 
 
-def serve_drawn_vllm(model: Path, settings: Mapping[str, Any], vocabulary: int, given: argparse.Namespace) -> Contender:
-    """vLLM's server with weights of its own. model: the folder of its config.json, written unless it is there."""
+def serve_drawn_vllm(model: Path, config: str, vocabulary: int, given: argparse.Namespace) -> Contender:
+    """vLLM's server with weights of its own. model: its folder, written unless it is there. config: of its config.json."""
     if not model.exists():
         model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(settings))
+        (model / "config.json").write_text(config)
         checkpoint_texts(model, vocabulary)
     flags = shlex.join((*UNREAD, *shlex.split(given.vllm_flags)))
     return serve_vllm(model, given.vllm, given.vllm_path, flags)
@@ -159,5 +158,7 @@ def make_family_servers(given: argparse.Namespace, folder: Path) -> dict[str, Co
     found = {"ours": serve_ours(ours, ROOT, flags, sized=not given.defaults, module=module)}
     if given.vllm:
         described = {**settings, **FAMILIES[given.shape]}
-        found["vLLM"] = serve_drawn_vllm(folder / f"{given.shape}-config", described, config.vocab_size, given)
+        found["vLLM"] = serve_drawn_vllm(
+            folder / f"{given.shape}-config", json.dumps(described), config.vocab_size, given
+        )
     return found
