@@ -3,7 +3,7 @@
 The sums are those of `hopper_pieces` and `linear` with unpacked weights: the same pieces of the same numbers, each one
 chain over ascending k in steps of 16. A weight is the tall operand, and each of two consumers multiplies 64 of its
 rows. Four more warps unpack its words to a ring in shared memory and request the rows of x that belong to them. So
-unpacking takes instructions that no other warp needs, while the tensor cores work. No weight is unpacked to memory.
+unpacking takes instructions that are free, while the tensor cores work. No weight is unpacked to memory.
 
 Words come by bulk copies. A fence between stores and the tensor cores waits for all plain loads as well.
 """

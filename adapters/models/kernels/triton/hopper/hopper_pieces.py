@@ -2,7 +2,7 @@
 
 The sum of a piece and the sum of the pieces before it are both in registers, so a tile is half of that of a product
 with one chain. Shared memory is read more often then. One warp brings blocks of x and w to rings in shared memory. Each
-of two consumers multiplies 64 rows of x and does not wait for the other one: while one adds up its pieces, the tensor
+of two consumers multiplies 64 rows of x and does not wait for the other: while one adds up its pieces, the tensor
 cores work for the other one.
 """
 
