@@ -133,7 +133,7 @@ def make_hybrid_servers(given: argparse.Namespace, folder: Path) -> dict[str, Co
 
 
 def serve_drawn_vllm(model: Path, config: str, vocabulary: int, given: argparse.Namespace) -> Contender:
-    """vLLM's server with weights of its own. model: its folder, written unless it is there. config: of its config.json."""
+    """vLLM with weights of its own. model: its folder, written unless it is there. config: text of its config.json."""
     if not model.exists():
         model.mkdir(parents=True)
         (model / "config.json").write_text(config)
