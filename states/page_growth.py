@@ -69,9 +69,9 @@ def count_pages_ahead(slots: Slots, effect: RunDecode, needed: int, settings: Se
     """Count the pages that a decode step is given for the tokens behind the next one. needed: its slot needs now.
 
     A request takes steps without asking the core as far as its slot has rows. Then it asks, and a GPU has launched a
-    step or two without it by the time it goes on. So its slot gets pages for as many tokens as it may decode, but all
-    slots together have at most one page in AHEAD_PART of the pool in this way. No idle slot loses pages for that: none
-    are given unless as many were free even if no two slots shared any.
+    step or two without it by the time it goes on. So its slot gets pages for as many tokens as it may decode. All slots
+    together have at most one page in AHEAD_PART of the pool in this way. No idle slot loses pages for that: none are
+    given unless as many were free even if no two slots shared any.
     """
     held = len(slots.slots[effect.slot].pages)
     stop = min(effect.position + effect.steps, settings.max_context)

@@ -187,7 +187,7 @@ class Publisher:
 
     def _make_file(self, run: Run, held: LentRows) -> list[bytes]:
         rows = held.rows
-        if rows is None:  # nobody waits for the file any more
+        if rows is None:  # the file is no longer wanted
             return []
         return encode_run(run, self.layout, rows.data.numpy().data, self.chooser.create_compressor())
 
