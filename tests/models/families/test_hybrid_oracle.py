@@ -46,7 +46,8 @@ def test_logits_in_float32_are_those_of_transformers(model, kernels):
     with torch.no_grad():
         expected = oracle(tokens[None]).logits[0]
     found = advance(shard_of(folder, kernels=kernels(torch.float32)), tokens, [64, 37, 64, 1, 1, 63, 2, 64, 16, 5])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-4)
+    # Logits reach 5. Those of transformers, too, are up to 3e-4 from float64's, on AVX2 others than on AVX-512.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=6e-4)
 
 
 @one_in(4, "model", 2)
