@@ -22,7 +22,7 @@ so snapshots are taken one after the other.
 
 When the next run may be copied, and whether more memory may be pinned or waited for, is decided in the core
 (`states/pacing.py`). It sends `PaceSnapshot` to the one snapshot that is being taken; `pace_snapshot` puts it into
-the `PaceGate` of that snapshot, at which the thread waits between two runs. A gate is closed at first. Once the engine
+the `PaceGate` of that snapshot (`pace_gate.py`), at which the thread waits between two runs. Once the engine
 no longer waits for the snapshot, the gate stays open (`UNPACED`), so that the thread always ends.
 """
 
@@ -36,7 +36,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Literal, TypeAlias, TypeVar
 
 from attrs import define, field, frozen
@@ -50,6 +50,7 @@ from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import CudaEvents, RowMover, StateMover, record_cuda_events
 from adapters.transfer.fence import SlotFinder
+from adapters.transfer.pace_gate import PaceGate
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed, Tokens
 from effects.pacing import PaceSnapshot
 from effects.ports import RowsLost
@@ -85,33 +86,6 @@ class SnapshotSource:
     salt: str
     draft_span: Span
     cuda_events: CudaEvents
-
-
-@define(eq=False)
-class PaceGate:
-    """The pace of one snapshot. The event loop sets it. Between two runs the saver's thread waits until it may copy.
-
-    changed: gets an item when the thread should look again, because the pace has changed or memory has come free.
-    """
-
-    pace: PaceSnapshot = field(factory=PaceSnapshot)
-    waited_ns: int = 0  # for host memory
-    changed: SimpleQueue[None] = field(factory=SimpleQueue)
-
-    def set_pace(self, pace: PaceSnapshot) -> None:
-        """Change the pace, and wake the saver's thread. Called on the event loop."""
-        self.pace = pace
-        self.changed.put(None)
-
-    def wait_until_open(self) -> None:
-        """Wait until the next run may be copied."""
-        while not self.pace.may_copy:
-            self.changed.get()
-
-    def compute_memory_wait(self, left_ns: int) -> int:
-        """Return how long the snapshot may still wait for host memory. left_ns: to the end of all snapshots' limit."""
-        most_ns = self.pace.memory_wait_ns
-        return left_ns if most_ns is None else min(left_ns, most_ns - self.waited_ns)
 
 
 @define(eq=False)

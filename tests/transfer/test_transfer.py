@@ -28,7 +28,8 @@ from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
 from adapters.transfer.copy_rows import RowMover, create_movers
-from adapters.transfer.saver import MAX_SNAPSHOT_NS, UNPACED, PaceGate
+from adapters.transfer.pace_gate import PaceGate
+from adapters.transfer.saver import MAX_SNAPSHOT_NS, UNPACED
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import RunDecode
