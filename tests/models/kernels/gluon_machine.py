@@ -466,6 +466,7 @@ def _jit(body: Any = None, **_: Any) -> Any:
 TYPES = {
     **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int16")},
     "bfloat16": NumberType(torch.bfloat16),
+    "float8e4nv": NumberType(torch.float8_e4m3fn),
 }
 OPERATIONS: dict[str, Any] = {
     "constexpr": lambda value: value,
@@ -488,6 +489,8 @@ OPERATIONS: dict[str, Any] = {
     "maximum": _of_two("maximum"),
     "minimum": _of_two("minimum"),
     "max": lambda values, axis: values.amax(axis),
+    "abs": torch.abs,
+    "broadcast": lambda a, b: tuple(map(block, torch.broadcast_tensors(a, b))),
     "sum": _sum,
     "exp2": lambda x: block(torch.exp2(x.double()).float()),
     "fma": lambda a, b, c: block((a.double() * b.double() + c.double()).float()),

@@ -75,7 +75,7 @@ def multiply_narrow(
         _request(w_desc, boxes, come.index(at), at, n0, apart, at, X_BYTES, at < groups)
     i = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, MMA))
     j = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA))
-    row_of_w = n0 + i % (HEIGHT // 2) + gl.where(i < HEIGHT // 2, 0, apart)
+    row_of_w = n0 + i % (HEIGHT // 2) + i // (HEIGHT // 2) * apart
     ws = ws_ptr + row_of_w // SIDE * groups
     if PDL:
         gdc_launch_dependents()

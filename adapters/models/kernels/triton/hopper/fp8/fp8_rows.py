@@ -19,9 +19,9 @@ def quantise_groups(x):
     return (numbers * (_LARGEST / most)[:, None]).to(gl.float8e4nv), most * (1.0 / _LARGEST)
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit
 def quantise_rows(
-    x_ptr, out_ptr, scales_ptr, rows, columns, x_stride, stride, PDL: gl.constexpr, num_warps: gl.constexpr
+    x_ptr, out_ptr, scales_ptr, columns, x_stride, stride, PDL: gl.constexpr, num_warps: gl.constexpr
 ):
     """Quantise rows to `[rows, columns]`, scales to `[columns / 128, stride]`. A program has 4 groups of each warp."""
     EACH: gl.constexpr = 4 * num_warps
@@ -34,7 +34,7 @@ def quantise_rows(
     k = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LANES))
     here = group < columns // SIDE
     at = group[:, None] * SIDE + k[None, :]
-    x = gl.load(x_ptr + row.to(gl.int64) * x_stride + at, mask=here[:, None], other=0.0)
+    x = gl.load(x_ptr + row * x_stride + at, mask=here[:, None], other=0.0)
     codes, scales = quantise_groups(x)
-    gl.store(out_ptr + row.to(gl.int64) * columns + at, codes, mask=here[:, None])
+    gl.store(out_ptr + row * columns + at, codes, mask=here[:, None])
     gl.store(scales_ptr + group * stride + row, scales, mask=here)
