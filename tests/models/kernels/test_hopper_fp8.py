@@ -125,15 +125,15 @@ def test_few_rows_have_the_sums_of_many(narrow_kernels, count, width, stages, ga
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stages", [2, 6])
+@pytest.mark.parametrize(("stages", "per"), [(2, 1), (6, 1), (2, 2), (3, 2), (1, 3)])
 @pytest.mark.parametrize("gated", [0, 1])
-def test_one_row_that_is_quantised_in_the_product_has_the_sums_of_many(narrow_kernels, stages, gated):
+def test_one_row_that_is_quantised_in_the_product_has_the_sums_of_many(narrow_kernels, stages, per, gated):
     outputs, columns = 256, 768
     x = draw(1, columns, seed=7).to(BF16)
     w, scales = make_weight(outputs, columns)
     out = torch.full((outputs // 2 if gated else outputs,), float("nan"), dtype=BF16)
     launch(
         narrow_kernels.multiply_row, (outputs // 64,), 1, Descriptor(w, (32, SIDE)), Pointer(x), Pointer(scales),
-        Pointer(out), outputs, GROUPS=columns // SIDE, STAGES=stages, GATED=gated, PDL=True, num_warps=4,
+        Pointer(out), outputs, GROUPS=columns // SIDE, STAGES=stages, PER=per, GATED=gated, PDL=True, num_warps=4,
     )  # fmt: skip
     assert torch.equal(out, finish(multiply(x, w, scales), narrow_kernels, gated)[0])

@@ -93,7 +93,7 @@ class Fp8Products:
 
     def multiply_row(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, stages: int, *, gated: int) -> None:
         """Multiply one row that is not quantised yet."""
-        sizes = {"GROUPS": weight.columns // SIDE, "STAGES": stages, "GATED": gated}
+        sizes = {"GROUPS": weight.columns // SIDE, "STAGES": stages, "PER": 1, "GATED": gated}
         given = (describe_codes(weight.codes, _HEIGHT // 2), x, weight.scales, out, weight.outputs)
         launch(fp8_narrow.multiply_row, (weight.outputs // _HEIGHT,), *given, **sizes, **launch_options(4, self.pdl))
 

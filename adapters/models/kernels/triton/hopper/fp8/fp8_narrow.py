@@ -36,6 +36,17 @@ def _request(w_desc, ring, bar, slot, n0, apart, group, EXTRA: gl.constexpr, pre
 
 
 @gluon.jit
+def _request_groups(w_desc, ring, bar, slot, n0, apart, step, PER: gl.constexpr, pred):
+    """Load PER groups of columns of the program's rows of w."""
+    mbarrier.expect(bar, 2 * PER * w_desc.block_type.nbytes, pred=pred)
+    for part in gl.static_range(PER):
+        at = slot * PER + part
+        column = (step * PER + part) * SIDE
+        bring(w_desc, [n0, column], bar, ring.index(2 * at), pred=pred)
+        bring(w_desc, [n0 + apart, column], bar, ring.index(2 * at + 1), pred=pred)
+
+
+@gluon.jit
 def _store(total, out_ptr, n0, m0, rows, stride, GATED: gl.constexpr, num_warps: gl.constexpr):
     """Store sums `[rows of w, rows of x]`."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -107,7 +118,7 @@ def multiply_narrow(
 @gluon.jit
 def multiply_row(
     w_desc, x_ptr, ws_ptr, out_ptr, columns,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute out[columns] = x @ w.T for one row, which every program quantises by itself.
 
@@ -120,8 +131,8 @@ def multiply_row(
     code: gl.constexpr = w_desc.dtype
     n0 = gl.program_id(0) * (HEIGHT // 2 if GATED else HEIGHT)
     apart = columns // 2 if GATED else HEIGHT // 2
-    boxes = gl.allocate_shared_memory(code, [2 * STAGES, HEIGHT // 2, SIDE], w_desc.layout)
-    w_ring = boxes._reinterpret(code, [STAGES, HEIGHT, SIDE], w_desc.layout)  # noqa: SLF001
+    boxes = gl.allocate_shared_memory(code, [2 * PER * STAGES, HEIGHT // 2, SIDE], w_desc.layout)
+    w_ring = boxes._reinterpret(code, [PER * STAGES, HEIGHT, SIDE], w_desc.layout)  # noqa: SLF001
     x_rows = gl.allocate_shared_memory(code, [GROUPS, BLOCK_M, SIDE], w_desc.layout)
     # The first of eight rows lies as it would without swizzling.
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -137,7 +148,7 @@ def multiply_row(
         mbarrier.init(come.index(at), count=1)
     program_barrier()
     for at in gl.static_range(STAGES):
-        _request(w_desc, boxes, come.index(at), at, n0, apart, at, 0, True)
+        _request_groups(w_desc, boxes, come.index(at), at, n0, apart, at, PER, True)
     own = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LANES))
     k = gl.arange(0, SIDE, layout=gl.SliceLayout(0, LANES))
     one = ws_ptr + n0 // SIDE * GROUPS + own
@@ -159,23 +170,31 @@ def multiply_row(
     fence_async_shared()
     program_barrier()
     total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
-    product = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
+    nothing = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
     i = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, MMA))
     here = 0
     turn = 0
-    for group in range(GROUPS):
+    for step in range(GROUPS // PER):
         mbarrier.wait(come.index(here), turn)
-        begun = warpgroup_mma(w_ring.index(here), x_rows.index(group).permute((1, 0)), product, use_acc=False, is_async=True)
-        scale = low_scales.index(group).load(gl.SliceLayout(1, MMA))[:, None]
-        if GATED:
-            upper = high_scales.index(group).load(gl.SliceLayout(1, MMA))[:, None]
-            scale = gl.where(i[:, None] < HEIGHT // 2, scale, upper)
-        product = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
-        if GROUPS > STAGES:
-            coming = group + STAGES
+        begun = ()
+        for part in gl.static_range(PER):
+            right = x_rows.index(step * PER + part).permute((1, 0))
+            left = w_ring.index(here * PER + part)
+            begun = begun + (warpgroup_mma(left, right, nothing, use_acc=False, is_async=True),)  # noqa: RUF005
+        scales = ()
+        for part in gl.static_range(PER):
+            scale = low_scales.index(step * PER + part).load(gl.SliceLayout(1, MMA))[:, None]
+            if GATED:
+                upper = high_scales.index(step * PER + part).load(gl.SliceLayout(1, MMA))[:, None]
+                scale = gl.where(i[:, None] < HEIGHT // 2, scale, upper)
+            scales = scales + (scale,)  # noqa: RUF005
+        for part in gl.static_range(PER):
+            product = warpgroup_mma_wait(num_outstanding=PER - 1 - part, deps=(begun[part],))
+            total = gl.fma(product, gl.broadcast(scales[part], total)[0], total)
+        if GROUPS > STAGES * PER:
+            coming = step + STAGES
             program_barrier()
-            _request(w_desc, boxes, come.index(here), here, n0, apart, coming, 0, coming < GROUPS)
-        total = gl.fma(product, gl.broadcast(scale, total)[0], total)
+            _request_groups(w_desc, boxes, come.index(here), here, n0, apart, coming, PER, coming < GROUPS // PER)
         turn = gl.where(here == STAGES - 1, turn ^ 1, turn)
         here = gl.where(here == STAGES - 1, 0, here + 1)
     _store(total, out_ptr, n0, 0, 1, 0, GATED, num_warps)
