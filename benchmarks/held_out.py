@@ -61,9 +61,7 @@ def measured(name: str, runs: list[list[int]], length: int, device: torch.device
     weights = checkpoint.with_dtype(dtype)
     how = {"device": device, "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
     how["rows"] = read_row_types(kept or "auto", dtype)
-    shard = checkpoint.family.build(
-        checkpoint.config, weights, build_kernels(device, dtype), ShardPlacement(**how)
-    )
+    shard = checkpoint.family.build(checkpoint.config, weights, build_kernels(device, dtype), ShardPlacement(**how))
     losses = list[torch.Tensor]()
     for run in runs:
         for start in range(0, length - 1, CHUNK):

@@ -490,6 +490,7 @@ OPERATIONS: dict[str, Any] = {
     "minimum": _of_two("minimum"),
     "max": lambda values, axis: values.amax(axis),
     "abs": torch.abs,
+    "div_rn": lambda a, b: a / b,
     "broadcast": lambda a, b: tuple(map(block, torch.broadcast_tensors(a, b))),
     "sum": _sum,
     "exp2": lambda x: block(torch.exp2(x.double()).float()),
@@ -508,7 +509,7 @@ OPERATIONS: dict[str, Any] = {
 
 def _make_modules() -> dict[str, ModuleType]:
     """Return the modules of Triton that kernels import, as far as they use them."""
-    names = ("SwizzledShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
+    names = ("SwizzledShared", "NVMMAShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
     layouts = {f"{name}Layout": lambda *_: None for name in names}
     ampere = {
         "mma_v2": _multiply_now,

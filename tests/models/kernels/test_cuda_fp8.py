@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -24,13 +25,14 @@ triton_cuda = pytest.importorskip(
 )
 triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
 fp8_products = pytest.importorskip("adapters.models.kernels.cuda.fp8.fp8_products")
+NarrowTile = fp8_products.NarrowTile
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 KEPT = StepLayout("e4m3", 128, scale="float32")
 ROUNDED = evolve(KEPT, rounds_rows=True)
 SHAPES = ((256, 384), (640, 1280), (1024, 4096))
-ROWS = (1, 2, 4, 7, 8, 9, 16, 32, 50, 64, 65, 128, 129, 256, 1000)
+ROWS = (1, 2, 3, 4, 7, 8, 9, 16, 32, 50, 64, 65, 128, 129, 256, 1000)
 MOST = 1500
 
 pytestmark = [
@@ -106,8 +108,8 @@ def test_a_row_has_the_same_bits_however_many_rows_there_are(kernels, outputs, c
 def test_every_tile_has_the_same_bits(kernels, gated):
     outputs, columns = 512, 2048
     products = kernels._packing._fp8
-    parts = [random_matrix((outputs, columns), ROUNDED, name, DEVICE) for name in ("gate", "up")][: 1 + gated]
-    weight = products.pack(parts, BF16)
+    gate, up = (random_matrix((outputs, columns), ROUNDED, name, DEVICE) for name in ("gate", "up"))
+    weight = products.pack_gated(gate, up, BF16) if gated else products.pack(gate, BF16)
     x = draw(300, columns)
     codes, scales = fp8_products.quantise_rows(x, kernels.pdl)
     expected = torch.empty(len(x), outputs, dtype=BF16, device=DEVICE)
@@ -116,14 +118,17 @@ def test_every_tile_has_the_same_bits(kernels, gated):
         out = torch.full_like(expected, float("nan"))
         evolve(products, processors=processors).multiply_wide(codes, scales, weight, out, gated=gated)
         assert same_bits(out, expected)
-    out = torch.full_like(expected, float("nan"))
-    products.multiply_narrow(codes, scales, weight, out, gated=gated)
-    assert same_bits(out, expected)
-    for stages in (2, 5, 16):
+    for groups, at_once, stages in itertools.product((1,) if gated else (1, 2), (1, 2, 4), (1, 2, 3)):
+        for rows in (8 // groups, 16, 64):
+            out = torch.full_like(expected, float("nan"))
+            tile = NarrowTile(rows, at_once, groups, stages)
+            products.multiply_narrow(codes, scales, weight, out, tile, gated=gated)
+            assert same_bits(out, expected), tile
+        tile = NarrowTile(8 // groups, at_once, groups, stages)
         for row in (0, 7, 299):
             one = torch.full_like(expected[:1], float("nan"))
-            products.multiply_row(x[row : row + 1], weight, one, stages, gated=gated)
-            assert same_bits(one, expected[row : row + 1])
+            products.multiply_row(x[row : row + 1], weight, one, tile, gated=gated)
+            assert same_bits(one, expected[row : row + 1]), tile
 
 
 def test_a_row_that_is_no_number_leaves_the_others_alone(kernels):

@@ -89,6 +89,26 @@ def test_rows_are_quantised_in_groups_with_scales_of_their_own(rows_kernels):
     assert not codes[3].float().any()
 
 
+def take_turns(codes: Tensor, gated: int) -> Tensor:
+    """Put 64 rows of a gate and 64 of what it gates in turn."""
+    return codes.view(2, -1, 64, codes.shape[1]).transpose(0, 1).reshape(codes.shape) if gated else codes
+
+
+def describe_tall(codes: Tensor, at_once: int, gated: int, groups: int = 1) -> Descriptor:
+    """groups: columns of so many groups of a row stand in a tile."""
+    if groups == 2:
+        tiles = codes.view(-1, 8, codes.shape[1] // SIDE // 2, 2, SIDE).permute(2, 0, 3, 1, 4)
+        return Descriptor(tiles, (at_once, 4, 2, 8, SIDE))
+    tiles = take_turns(codes, gated).view(-1, 64, codes.shape[1] // SIDE, SIDE).permute(2, 0, 1, 3)
+    return Descriptor(tiles, (at_once, 2, 32, SIDE) if gated else (at_once, 1, 64, SIDE))
+
+
+def describe_flat(codes: Tensor, at_once: int, width: int, groups: int = 1) -> Descriptor:
+    if groups == 2:
+        return Descriptor(codes.view(len(codes), -1, 2, SIDE).permute(1, 0, 2, 3), (at_once, width, 2, SIDE))
+    return Descriptor(codes.view(len(codes), -1, SIDE).permute(1, 0, 2), (at_once, width, SIDE))
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("tile", "stages", "programs"), [(128, 2, 3), (256, 3, 2), (256, 2, 7)])
 @pytest.mark.parametrize("gated", [0, 1])
@@ -100,40 +120,46 @@ def test_many_rows_in_tiles_of_any_size_have_the_sums_of_groups_in_order(wide_ke
     out = torch.full((count, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
     for seed in range(2):
         launch(
-            wide_kernels.multiply_wide, (programs,), seed, Descriptor(codes, (tile, SIDE)), Descriptor(w, (64, SIDE)),
-            Pointer(own), Pointer(scales), Pointer(out), count, outputs, columns // SIDE, outputs // 2 if gated else 64,
-            count, len(out[0]), STAGES=stages, GROUP=2, GATED=gated, PDL=True,
+            wide_kernels.multiply_wide, (programs,), seed, Descriptor(codes, (tile, SIDE)),
+            Descriptor(take_turns(w, gated), (SIDE, SIDE)), Pointer(own), Pointer(scales), Pointer(out), count, outputs,
+            columns // SIDE, outputs // 2 if gated else 32, count, len(out[0]), STAGES=stages, GROUP=2, GATED=gated,
+            PDL=True,
         )  # fmt: skip
         assert torch.equal(out, finish(multiply(x, w, scales), wide_kernels, gated))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("count", "width", "stages"), [(1, 8, 2), (5, 8, 4), (40, 16, 3)])
-@pytest.mark.parametrize("gated", [0, 1])
-def test_few_rows_have_the_sums_of_many(narrow_kernels, count, width, stages, gated):
-    outputs, columns = 256, 640
+@pytest.mark.parametrize(
+    ("count", "width", "stages", "at_once"), [(1, 8, 2, 1), (5, 8, 4, 1), (40, 16, 3, 1), (9, 8, 2, 2), (9, 16, 1, 3)]
+)
+@pytest.mark.parametrize(("gated", "groups"), [(0, 1), (1, 1), (0, 2)])
+def test_few_rows_have_the_sums_of_many(narrow_kernels, count, width, stages, at_once, gated, groups):
+    outputs, columns = 256, 1536
     x = draw(count, columns, seed=6).to(BF16)
     w, scales = make_weight(outputs, columns)
     codes, own = quantise(x)
     out = torch.full((count, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
+    width //= groups
     launch(
-        narrow_kernels.multiply_narrow, (outputs // 64, -(-count // width)), 1, Descriptor(w, (32, SIDE)),
-        Descriptor(codes, (width, SIDE)), Pointer(own), Pointer(scales), Pointer(out), count, outputs, columns // SIDE,
-        count, len(out[0]), STAGES=stages, GATED=gated, PDL=True, num_warps=4,
+        narrow_kernels.multiply_narrow, (outputs * groups // 64, -(-count // width)), 1,
+        describe_tall(w, at_once, gated, groups), describe_flat(codes, at_once, width, groups), Pointer(own),
+        Pointer(scales), Pointer(out), count, outputs // 2 if gated else 32, count, len(out[0]), GROUPS=columns // SIDE,
+        STAGES=stages, GATED=gated, PDL=True, num_warps=4,
     )  # fmt: skip
     assert torch.equal(out, finish(multiply(x, w, scales), narrow_kernels, gated))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("stages", "per"), [(2, 1), (6, 1), (2, 2), (3, 2), (1, 3)])
-@pytest.mark.parametrize("gated", [0, 1])
-def test_one_row_that_is_quantised_in_the_product_has_the_sums_of_many(narrow_kernels, stages, per, gated):
-    outputs, columns = 256, 768
+@pytest.mark.parametrize(("stages", "at_once"), [(2, 1), (3, 1), (6, 1), (2, 2), (3, 2), (1, 3)])
+@pytest.mark.parametrize(("gated", "groups"), [(0, 1), (1, 1), (0, 2)])
+def test_one_row_that_is_quantised_in_the_product_has_the_sums_of_many(narrow_kernels, stages, at_once, gated, groups):
+    outputs, columns = 256, 1536
     x = draw(1, columns, seed=7).to(BF16)
     w, scales = make_weight(outputs, columns)
     out = torch.full((outputs // 2 if gated else outputs,), float("nan"), dtype=BF16)
     launch(
-        narrow_kernels.multiply_row, (outputs // 64,), 1, Descriptor(w, (32, SIDE)), Pointer(x), Pointer(scales),
-        Pointer(out), outputs, GROUPS=columns // SIDE, STAGES=stages, PER=per, GATED=gated, PDL=True, num_warps=4,
+        narrow_kernels.multiply_row, (outputs * groups // 64,), 1, describe_tall(w, at_once, gated, groups), Pointer(x),
+        Pointer(scales), Pointer(out), outputs // 2 if gated else 32, GROUPS=columns // SIDE,
+        STAGES=min(stages, columns // SIDE // at_once // groups), GATED=gated, PDL=True, num_warps=4,
     )  # fmt: skip
     assert torch.equal(out, finish(multiply(x, w, scales), narrow_kernels, gated)[0])

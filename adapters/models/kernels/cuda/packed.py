@@ -160,7 +160,7 @@ class CudaPacking:
         gate, up = stack.parts
         if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:
             return None
-        if (whole := self._fp8.pack((gate, up), stack.dtype)) is not None:
+        if (whole := self._fp8.pack_gated(gate, up, stack.dtype)) is not None:
             return CudaStack((whole,), (whole.outputs,), GATES[activation])
         pairs = zip(gate.tensors, up.tensors, strict=True)
         both = (None if one is None or two is None else torch.stack((one, two), 1).flatten(0, 1) for one, two in pairs)
@@ -168,7 +168,7 @@ class CudaPacking:
         return None if own is None else CudaStack((own,), (own.outputs,), GATES[activation])
 
     def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed | None:
-        if (whole := self._fp8.pack((matrix,), dtype)) is not None:
+        if (whole := self._fp8.pack(matrix, dtype)) is not None:
             return whole
         if not has_packed_kernel(matrix.layout, matrix.shape[1], dtype):
             return None

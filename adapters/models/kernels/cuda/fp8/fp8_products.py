@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -26,19 +26,23 @@ from adapters.models.kernels.triton_launch import launch
 SIDE = 128  # rows and columns of a block, and columns of a group of a row
 NARROW_FP8 = 64  # rows of x that are multiplied with weights as the tall operand
 _HEIGHT = 64  # rows of w of a program of these
-_RESERVED = 4 << 10  # bytes of shared memory for barriers and scales
-_RING = 12  # groups of columns that memory holds in products of few rows
+LEAST = 8  # columns of an instruction, at least
+_RESERVED = 2 << 10  # bytes of shared memory for barriers, and what each program takes besides
+_MOST_PROGRAMS = 3  # that a processor has at a time
 _E4M3 = torch.float8_e4m3fn
 
 
 @frozen(eq=False)
 class CudaFp8Matrix:
-    """A weight in E4M3. codes: `[N, K]`. scales: float32 `[N / 128, K / 128]`. Of a gated weight the first half of the
-    rows is the gate.
+    """A weight in E4M3. codes: `[N, K]`. scales: float32 `[N / 128, K / 128]`.
+
+    halves: 2: 64 rows of a gate and 64 of what it gates lie in turn in codes, and their scales one below the other.
+    Else 1.
     """
 
     codes: Tensor
     scales: Tensor
+    halves: int = 1
 
     @property
     def outputs(self) -> int:
@@ -47,6 +51,28 @@ class CudaFp8Matrix:
     @property
     def columns(self) -> int:
         return self.codes.shape[1]
+
+    @property
+    def apart(self) -> int:
+        """The rows between the scales of a gate and those of what it gates; within half a block anywhere else."""
+        return self.outputs // 2 if self.halves == 2 else _HEIGHT // 2
+
+
+@frozen
+class NarrowTile:
+    """Rows of x of a program, instructions' columns that it multiplies at once, groups that such a one has, and how
+    often shared memory has so many. With two groups, a program has 32 rows of the weight instead of 64.
+    """
+
+    rows: int
+    at_once: int
+    groups: int
+    stages: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of weights that are multiplied at once."""
+        return self.at_once * _HEIGHT * SIDE
 
 
 @define
@@ -61,66 +87,94 @@ class Fp8Products:
     pdl: bool | None
     hopper: bool
 
-    def pack(self, parts: Sequence[PackedMatrix], dtype: torch.dtype) -> CudaFp8Matrix | None:
-        """Copy parts to the device, one below the other. None: no kernel here is for them. dtype: of x."""
+    def pack(self, matrix: PackedMatrix, dtype: torch.dtype) -> CudaFp8Matrix | None:
+        """Copy a matrix to the device. None: no kernel here is for it. dtype: of x."""
+        scales = self._find_scales((matrix,), dtype)
+        return None if scales is None else CudaFp8Matrix(self._copy_codes((matrix,)).flatten(0, 2), scales)
+
+    def pack_gated(self, gate: PackedMatrix, up: PackedMatrix, dtype: torch.dtype) -> CudaFp8Matrix | None:
+        """Copy a gate and what it gates to the device. None: no kernel here is for them. dtype: of x."""
+        scales = self._find_scales((gate, up), dtype)
+        return None if scales is None else CudaFp8Matrix(self._copy_codes((gate, up)).flatten(0, 2), scales, 2)
+
+    def _find_scales(self, parts: Sequence[PackedMatrix], dtype: torch.dtype) -> Tensor | None:
         if not self.hopper or dtype != torch.bfloat16:
             return None
         found = [scales for part in parts if (scales := find_block_scales(part)) is not None]
-        if len(found) != len(parts):
-            return None
-        shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-        codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        for target, part in zip(torch.split(codes, [part.shape[0] for part in parts]), parts, strict=True):
-            target.copy_(part.steps)
-        return CudaFp8Matrix(codes.view(_E4M3), torch.cat(found).to(self.device).contiguous())
+        return torch.cat(found).to(self.device).contiguous() if len(found) == len(parts) else None
+
+    def _copy_codes(self, parts: Sequence[PackedMatrix]) -> Tensor:
+        """Return codes `[N / 64, parts, 64, K]`."""
+        (rows, columns) = parts[0].shape
+        codes = torch.empty(rows // _HEIGHT, len(parts), _HEIGHT, columns, dtype=torch.uint8, device=self.device)
+        for number, part in enumerate(parts):
+            codes[:, number].copy_(part.steps.view(-1, _HEIGHT, columns))
+        return codes.view(_E4M3)
 
     def multiply(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, *, gated: int) -> None:
         """Write x @ weight.T to out. gated: see `CudaWeight`."""
-        if len(x) == 1 and (stages := self._count_row_stages(weight)) > 0:
-            self.multiply_row(x, weight, out, stages, gated=gated)
+        count = len(x)
+        tile = self.choose_narrow_tile(count, weight) if count <= NARROW_FP8 else None
+        if count == 1 and tile is not None:
+            self.multiply_row(x, weight, out, tile, gated=gated)
             return
         codes, scales = quantise_rows(x, self.pdl)
-        if len(x) <= NARROW_FP8:
-            self.multiply_narrow(codes, scales, weight, out, gated=gated)
+        if tile is not None:
+            self.multiply_narrow(codes, scales, weight, out, tile, gated=gated)
         else:
             self.multiply_wide(codes, scales, weight, out, gated=gated)
 
-    def _count_row_stages(self, weight: CudaFp8Matrix) -> int:
-        """Return how many groups of columns fit into shared memory beside a row. 0: too few."""
+    def choose_narrow_tile(self, count: int, weight: CudaFp8Matrix) -> NarrowTile | None:
+        """Choose the tile of a product of few rows. None: shared memory is too small for it."""
         groups = weight.columns // SIDE
-        room = (self.shared - _RESERVED - groups * (8 * SIDE + 8)) // (_HEIGHT * SIDE)
-        return min(groups, _RING, room) if room >= min(groups, 4) else 0
+        programs = weight.outputs // _HEIGHT
+        of_tile = 2 if weight.halves == 1 and programs < self.processors and groups % 2 == 0 else 1
+        rows = LEAST // of_tile if count == 1 else max(LEAST // of_tile, min(round_up_to_power(count), NARROW_FP8))
+        at_once = 2 if groups % (2 * of_tile) == 0 else 1
+        tile = NarrowTile(rows, at_once, of_tile, 0)
+        room = self.shared // min(_MOST_PROGRAMS, count_parts(programs * of_tile, self.processors)) - _RESERVED
+        if count == 1:
+            stages = (room - groups * (LEAST // of_tile * SIDE + 8)) // tile.weight_bytes
+        else:
+            stages = (room - groups * rows * 8) // (tile.weight_bytes + at_once * of_tile * rows * SIDE)
+        stages = min(stages, groups // (at_once * of_tile))
+        return evolve(tile, stages=stages) if stages > 0 else None
 
-    def multiply_row(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, stages: int, *, gated: int) -> None:
+    def multiply_row(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, tile: NarrowTile, *, gated: int) -> None:
         """Multiply one row that is not quantised yet."""
-        sizes = {"GROUPS": weight.columns // SIDE, "STAGES": stages, "PER": 1, "GATED": gated}
-        given = (describe_codes(weight.codes, _HEIGHT // 2), x, weight.scales, out, weight.outputs)
-        launch(fp8_narrow.multiply_row, (weight.outputs // _HEIGHT,), *given, **sizes, **launch_options(4, self.pdl))
+        given = (describe_tall(weight, tile), x, weight.scales, out, weight.apart)
+        constants = {"GROUPS": weight.columns // SIDE, "STAGES": tile.stages, "GATED": gated}
+        grid = (weight.outputs * tile.groups // _HEIGHT,)
+        launch(fp8_narrow.multiply_row, grid, *given, **constants, **launch_options(4, self.pdl))
 
-    def multiply_narrow(self, codes: Tensor, scales: Tensor, weight: CudaFp8Matrix, out: Tensor, *, gated: int) -> None:
+    def multiply_narrow(
+        self, codes: Tensor, scales: Tensor, weight: CudaFp8Matrix, out: Tensor, tile: NarrowTile, *, gated: int
+    ) -> None:
+        """Multiply rows that are quantised with a weight that is the tall operand."""
         count = len(codes)
-        width = max(8, min(round_up_to_power(count), NARROW_FP8))
-        grid = (weight.outputs // _HEIGHT, count_parts(count, width))
-        groups = weight.columns // SIDE
-        sizes = (count, weight.outputs, groups, scales.stride(0), out.stride(0))
-        given = (describe_codes(weight.codes, _HEIGHT // 2), describe_codes(codes, width), scales, weight.scales, out)
-        constants = {"STAGES": min(_RING, groups), "GATED": gated}
+        grid = (weight.outputs * tile.groups // _HEIGHT, count_parts(count, tile.rows))
+        sizes = (count, weight.apart, scales.stride(0), out.stride(0))
+        given = (describe_tall(weight, tile), describe_flat(codes, tile), scales, weight.scales, out)
+        constants = {"GROUPS": weight.columns // SIDE, "STAGES": tile.stages, "GATED": gated}
         launch(fp8_narrow.multiply_narrow, grid, *given, *sizes, **constants, **launch_options(4, self.pdl))
 
     def multiply_wide(self, codes: Tensor, scales: Tensor, weight: CudaFp8Matrix, out: Tensor, *, gated: int) -> None:
+        """Multiply rows that are quantised, in tiles of many rows."""
         count = len(codes)
         rows = self._choose_wide_rows(count, weight.outputs)
         tiles = count_parts(count, rows) * (weight.outputs // SIDE)
-        apart = weight.outputs // 2 if gated else _HEIGHT
-        sizes = (count, weight.outputs, weight.columns // SIDE, apart, scales.stride(0), out.stride(0))
-        given = (describe_codes(codes, rows), describe_codes(weight.codes, _HEIGHT), scales, weight.scales, out)
+        sizes = (count, weight.outputs, weight.columns // SIDE, weight.apart, scales.stride(0), out.stride(0))
+        given = (describe_codes(codes, rows), describe_codes(weight.codes, SIDE), scales, weight.scales, out)
         constants = {"STAGES": 4 if rows == 256 else 6, "GROUP": 8, "GATED": gated}
         grid = (min(self.processors, tiles),)
         launch(fp8_wide.multiply_wide, grid, *given, *sizes, **constants, **launch_options(4, self.pdl))
 
     def _choose_wide_rows(self, count: int, outputs: int) -> int:
-        """Choose the rows of x of a tile: as many as leave work for every processor."""
-        return 256 if count_parts(count, 256) * (outputs // SIDE) >= self.processors else 128
+        """Choose the rows of x of a tile. One of 256 takes 1.75 times as long as one of 128."""
+        rounds = {
+            rows: count_parts(count_parts(count, rows) * (outputs // SIDE), self.processors) for rows in (128, 256)
+        }
+        return 256 if 7 * rounds[256] <= 4 * rounds[128] else 128
 
 
 def find_block_scales(matrix: PackedMatrix) -> Tensor | None:
@@ -150,9 +204,29 @@ def quantise_rows(x: Tensor, pdl: bool | None) -> tuple[Tensor, Tensor]:
 
 def describe_codes(codes: Tensor, rows: int) -> TensorDescriptor:
     """Return a descriptor by which bulk copies bring a group of columns of so many rows."""
-    return TensorDescriptor.from_tensor(codes, [rows, SIDE], _code_layout(rows))
+    return _describe(codes, (rows, SIDE))
+
+
+def describe_tall(weight: CudaFp8Matrix, tile: NarrowTile) -> TensorDescriptor:
+    """Return a descriptor by which bulk copies bring a tile of a weight, as `multiply_narrow` has it."""
+    if tile.groups == 2:
+        tiles = weight.codes.view(-1, 8, weight.columns // (2 * SIDE), 2, SIDE).permute(2, 0, 3, 1, 4)
+        return _describe(tiles, (tile.at_once, 4, 2, 8, SIDE))
+    tiles = weight.codes.view(-1, _HEIGHT, weight.columns // SIDE, SIDE).permute(2, 0, 1, 3)
+    return _describe(tiles, (tile.at_once, weight.halves, _HEIGHT // weight.halves, SIDE))
+
+
+def describe_flat(codes: Tensor, tile: NarrowTile) -> TensorDescriptor:
+    """Return a descriptor by which bulk copies bring the same groups of columns of a tile's rows of x."""
+    if tile.groups == 2:
+        return _describe(codes.view(len(codes), -1, 2, SIDE).permute(1, 0, 2, 3), (tile.at_once, tile.rows, 2, SIDE))
+    return _describe(codes.view(len(codes), -1, SIDE).permute(1, 0, 2), (tile.at_once, tile.rows, SIDE))
+
+
+def _describe(codes: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(codes, [*box], _code_layout(*box))
 
 
 @cache
-def _code_layout(rows: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, SIDE], gl.float8e4nv)
+def _code_layout(*box: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([*box], gl.float8e4nv)

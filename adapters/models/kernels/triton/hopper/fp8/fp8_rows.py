@@ -16,13 +16,13 @@ def quantise_groups(x):
     """Return groups `[groups, SIDE]` in E4M3 and their scales in float32."""
     numbers = x.to(gl.float32)
     most = gl.maximum(gl.max(gl.abs(numbers), 1), _TINY)
-    return (numbers * (_LARGEST / most)[:, None]).to(gl.float8e4nv), most * (1.0 / _LARGEST)
+    LANES: gl.constexpr = most.type.layout
+    largest = gl.full([most.shape[0]], _LARGEST, gl.float32, layout=LANES)
+    return (numbers * gl.div_rn(largest, most)[:, None]).to(gl.float8e4nv), most * (1.0 / _LARGEST)
 
 
 @gluon.jit
-def quantise_rows(
-    x_ptr, out_ptr, scales_ptr, columns, x_stride, stride, PDL: gl.constexpr, num_warps: gl.constexpr
-):
+def quantise_rows(x_ptr, out_ptr, scales_ptr, columns, x_stride, stride, PDL: gl.constexpr, num_warps: gl.constexpr):
     """Quantise rows to `[rows, columns]`, scales to `[columns / 128, stride]`. A program has 4 groups of each warp."""
     EACH: gl.constexpr = 4 * num_warps
     LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])

@@ -21,7 +21,7 @@ from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
 
 _apply_gate = gluon.jit(linear.apply_gate.fn)
-HEIGHT = gl.constexpr(64)  # rows of an instruction, and of a box of w
+HEIGHT = gl.constexpr(64)  # rows of an instruction
 
 
 @gluon.jit
@@ -35,28 +35,26 @@ def _locate(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def _fill(
-    x_desc, w_desc, x_ring, w_ring, come, free, first, step_tiles, row_tiles, column_tiles, groups, apart,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
+    x_desc, w_desc, x_ring, w_ring, come, free, first, step_tiles, row_tiles, column_tiles, groups,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Bring all groups of columns of all tiles in order, each as soon as its slot of the rings is free."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     step = 0
     for tile in range(first, row_tiles * column_tiles, step_tiles):
         m, n = _locate(tile, row_tiles, column_tiles, GROUP)
-        n0 = n * (HEIGHT if GATED else 2 * HEIGHT)
         for group in range(groups):
             at = step % STAGES
             mbarrier.wait(free.index(at), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(come.index(at), x_desc.block_type.nbytes + 2 * w_desc.block_type.nbytes)
+            mbarrier.expect(come.index(at), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             bring(x_desc, [m * ROWS, group * SIDE], come.index(at), x_ring.index(at))
-            bring(w_desc, [n0, group * SIDE], come.index(at), w_ring.index(2 * at))
-            bring(w_desc, [n0 + apart, group * SIDE], come.index(at), w_ring.index(2 * at + 1))
+            bring(w_desc, [n * SIDE, group * SIDE], come.index(at), w_ring.index(at))
             step += 1
 
 
 @gluon.jit
 def _add_group(total, product, rows, first, second):
-    """Add a group's product, multiplied with the scales of rows and of both boxes of w."""
+    """Add a group's product, multiplied with the scales of rows, and of both halves of a block of w."""
     n = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))[None, :]
     scale = gl.where(n < HEIGHT, (rows * first)[:, None], (rows * second)[:, None])
     return gl.fma(product, scale, total)
@@ -91,7 +89,7 @@ def _consume(
     for tile in range(first, row_tiles * column_tiles, step_tiles):
         m, n = _locate(tile, row_tiles, column_tiles, GROUP)
         m0 = m * ROWS + NUMBER * (ROWS // 2)
-        n0 = n * (HEIGHT if GATED else 2 * HEIGHT)
+        n0 = n * (HEIGHT if GATED else SIDE)
         own = xs_ptr + m0 + i
         first_scales = ws_ptr + n0 // SIDE * groups
         second_scales = ws_ptr + (n0 + apart) // SIDE * groups
@@ -132,17 +130,17 @@ def multiply_wide(
 ):  # fmt: skip
     """Compute out[rows, columns] = x @ w.T for many rows. stride: from one row of out to the next.
 
-    x_desc: boxes of 128 or 256 rows. xs_ptr: `[groups, xs_stride]`. ws_ptr: `[columns / 128, groups]`. GATED: the first
-    half of w's rows is the gate, and out has half of the columns.
+    x_desc: boxes of 128 or 256 rows. w_desc: of 128. xs_ptr: `[groups, xs_stride]`. ws_ptr: `[columns / 128, groups]`.
+    apart: rows of the scales of a gate. GATED: rows of w are 64 of a gate and 64 of what it gates in turn, its scales
+    first those of the gate, and out has half of the columns.
     """
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     row_tiles = gl.cdiv(rows, ROWS)
-    column_tiles = columns // (2 * HEIGHT)
+    column_tiles = columns // SIDE
     first = gl.program_id(0)
     step_tiles = gl.num_programs(0)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, SIDE], x_desc.layout)
-    boxes = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, HEIGHT, SIDE], w_desc.layout)
-    w_ring = boxes._reinterpret(w_desc.dtype, [STAGES, 2 * HEIGHT, SIDE], w_desc.layout)  # noqa: SLF001
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, SIDE, SIDE], w_desc.layout)
     come = make_barriers(STAGES, 1)
     free = make_barriers(STAGES, 2)
     if PDL:
@@ -167,8 +165,8 @@ def multiply_wide(
             (
                 _fill,
                 (
-                    x_desc, w_desc, x_ring, boxes, come, free, first, step_tiles, row_tiles, column_tiles, groups,
-                    apart, STAGES, GROUP, GATED,
+                    x_desc, w_desc, x_ring, w_ring, come, free, first, step_tiles, row_tiles, column_tiles, groups,
+                    STAGES, GROUP,
                 ),
             ),
         ],
