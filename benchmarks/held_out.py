@@ -59,7 +59,7 @@ def measured(name: str, runs: list[list[int]], length: int, device: torch.device
         checkpoint = checkpoint.with_quantisation(int(rounding.removeprefix("int")))
     dtype = resolve_dtype("auto", checkpoint)
     weights = checkpoint.with_dtype(dtype)
-    how = {"device": device, "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
     how["rows"] = read_row_types(kept or "auto", dtype)
     shard = checkpoint.family.build(checkpoint.config, weights, build_kernels(device, dtype), ShardPlacement(**how))
     losses = list[torch.Tensor]()

@@ -263,7 +263,11 @@ def read_compressed_group(section: Section, kind: str) -> Packing:
     elif strategy != "tensor":
         rows = 1
         columns = group
-    return ScaledBlocks(floating, rows, columns)
+    activations = section.raw.get("input_activations")
+    by_groups = {"dynamic": True, "strategy": "group", "group_size": columns}
+    rounds_rows = floating and strategy == "block" and isinstance(activations, Mapping)
+    rounds_rows = rounds_rows and all(activations.get(name) == value for name, value in by_groups.items())
+    return ScaledBlocks(floating, rows, columns, rounds_rows=rounds_rows)
 
 
 def read_mxfp4(section: Section) -> Quantisation:

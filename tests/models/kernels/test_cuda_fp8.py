@@ -107,7 +107,8 @@ def test_a_row_has_the_same_bits_however_many_rows_there_are(kernels, outputs, c
 @pytest.mark.parametrize("gated", [0, 1])
 def test_every_tile_has_the_same_bits(kernels, gated):
     outputs, columns = 512, 2048
-    products = kernels._packing._fp8
+    traits = kernels.traits
+    products = fp8_products.Fp8Products(DEVICE, traits.processors, traits.shared, kernels.pdl, hopper=True)
     gate, up = (random_matrix((outputs, columns), ROUNDED, name, DEVICE) for name in ("gate", "up"))
     weight = products.pack_gated(gate, up, BF16) if gated else products.pack(gate, BF16)
     x = draw(300, columns)

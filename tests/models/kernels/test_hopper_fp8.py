@@ -72,7 +72,7 @@ def finish(total: Tensor, kernels, gated: int) -> Tensor:
     if not gated:
         return total.to(BF16)
     gate, up = total.chunk(2, 1)
-    return kernels._apply_gate(gate, up, BF16, gated)
+    return kernels.apply_gate(gate, up, BF16, gated)
 
 
 @pytest.mark.timeout(60)
@@ -129,11 +129,10 @@ def test_many_rows_in_tiles_of_any_size_have_the_sums_of_groups_in_order(wide_ke
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("count", "width", "stages", "at_once"), [(1, 8, 2, 1), (5, 8, 4, 1), (40, 16, 3, 1), (9, 8, 2, 2), (9, 16, 1, 3)]
-)
+@pytest.mark.parametrize("tile", [(1, 8, 2, 1), (5, 8, 4, 1), (40, 16, 3, 1), (9, 8, 2, 2), (9, 16, 1, 3)], ids=str)
 @pytest.mark.parametrize(("gated", "groups"), [(0, 1), (1, 1), (0, 2)])
-def test_few_rows_have_the_sums_of_many(narrow_kernels, count, width, stages, at_once, gated, groups):
+def test_few_rows_have_the_sums_of_many(narrow_kernels, tile, gated, groups):
+    count, width, stages, at_once = tile
     outputs, columns = 256, 1536
     x = draw(count, columns, seed=6).to(BF16)
     w, scales = make_weight(outputs, columns)

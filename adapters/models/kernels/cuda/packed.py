@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import triton
-from attrs import Factory, define, evolve, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
@@ -117,10 +117,6 @@ class Multiply(Protocol):
     ) -> None: ...
 
 
-def _make_fp8(packing: CudaPacking) -> Fp8Products:
-    return Fp8Products(packing.device, packing.processors, packing.shared, packing.pdl, packing.hopper)
-
-
 @define(eq=False)
 class CudaPacking:
     """Packs and multiplies weights of one device. Its scratch memory is kept for good, because recorded graphs hold
@@ -133,8 +129,11 @@ class CudaPacking:
     pdl: bool | None
     converts_e4m3: bool
     hopper: bool
-    _fp8: Fp8Products = field(init=False, default=Factory(_make_fp8, takes_self=True))
     _scratch: Tensor | None = field(init=False, default=None)
+    _fp8: Fp8Products = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._fp8 = Fp8Products(self.device, self.processors, self.shared, self.pdl, self.hopper)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
         """Return the packed stack, or None where it is to be unpacked. plain: packs a part that is not packed."""
@@ -243,13 +242,11 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
     if layout.steps == "e4m3":
         layout = evolve(layout, scale="float32")
         scale = scale.float() * (1.0 if converts else 2.0**120)
-    block = block_columns(layout)
     step = max(1, _PIECE // columns // SIDE)
-    words = torch.empty(-(-rows // SIDE), -(-columns // block), 128, dtype=torch.int32, device=device)
+    words = torch.empty(-(-rows // SIDE), -(-columns // block_columns(layout)), 128, dtype=torch.int32, device=device)
     for first in range(0, len(words), step):
         piece = matrix.steps[first * SIDE : (first + step) * SIDE].to(device)
         words[first : first + step].copy_(arrange_words(piece, layout))
-
     whole = evolve(matrix, layout=layout, scale=scale)
     levels = arrange_levels(whole, form_of(layout, converts_e4m3=converts), device)
     return CudaPackedMatrix(layout, rows, columns, words, levels, converts)

@@ -22,13 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton import linear
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.fp8.fp8_rows import SIDE, quantise_groups
 from adapters.models.kernels.triton.hopper.hopper_packed_row import find_largest_power
 from adapters.models.kernels.triton.hopper.hopper_products import bring
+from adapters.models.kernels.triton.packed import apply_gate
 
-_apply_gate = gluon.jit(linear.apply_gate.fn)
 HEIGHT = gl.constexpr(64)  # rows of an instruction
 LEAST = gl.constexpr(8)  # columns of an instruction, at least
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -118,7 +117,7 @@ def _store(total, out_ptr, n0, m0, rows, stride, GATED: gl.constexpr, num_warps:
     pairs = gl.convert_layout(total, PAIRS)
     if GATED:
         gate, up = gl.split(pairs.reshape((2, HEIGHT // 2, total.shape[1])).permute((1, 2, 0)))
-        out = _apply_gate(gate, up, dtype, GATED)
+        out = apply_gate(gate, up, dtype, GATED)
     else:
         out = pairs.to(dtype)
     n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]

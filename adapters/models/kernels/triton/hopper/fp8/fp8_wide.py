@@ -15,12 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton import linear
 from adapters.models.kernels.triton.hopper.fp8.fp8_rows import SIDE
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
+from adapters.models.kernels.triton.packed import apply_gate
 
-_apply_gate = gluon.jit(linear.apply_gate.fn)
 HEIGHT = gl.constexpr(64)  # rows of an instruction
 
 
@@ -65,7 +64,7 @@ def _store(total, out_ptr, m0, n, rows, stride, GATED: gl.constexpr):
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(total.reshape((HEIGHT, 2, HEIGHT)).permute((0, 2, 1)))
-        out = _apply_gate(gate, up, dtype, GATED)
+        out = apply_gate(gate, up, dtype, GATED)
     else:
         out = total.to(dtype)
     row = m0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
