@@ -59,9 +59,9 @@ def measured(name: str, runs: list[list[int]], length: int, device: torch.device
         checkpoint = checkpoint.with_quantisation(int(rounding.removeprefix("int")))
     dtype = resolve_dtype("auto", checkpoint)
     weights = checkpoint.with_dtype(dtype)
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
-    how["rows"] = read_row_types(kept or "auto", dtype)
-    shard = checkpoint.family.build(checkpoint.config, weights, build_kernels(device, dtype), ShardPlacement(**how))
+    rows = read_row_types(kept or "auto", dtype)
+    placement = ShardPlacement(device=device, dtype=dtype, rows=rows, slots=1, capacity=length, buckets=(CHUNK,))
+    shard = checkpoint.family.build(checkpoint.config, weights, build_kernels(device, dtype), placement)
     losses = list[torch.Tensor]()
     for run in runs:
         for start in range(0, length - 1, CHUNK):

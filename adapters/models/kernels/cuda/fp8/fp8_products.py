@@ -108,7 +108,7 @@ class Fp8Products:
         (rows, columns) = parts[0].shape
         codes = torch.empty(rows // _HEIGHT, len(parts), _HEIGHT, columns, dtype=torch.uint8, device=self.device)
         for number, part in enumerate(parts):
-            codes[:, number].copy_(part.steps.view(-1, _HEIGHT, columns))
+            codes[:, number].copy_(part.steps.reshape(-1, _HEIGHT, columns))
         return codes.view(_E4M3)
 
     def multiply(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, *, gated: int) -> None:
