@@ -100,11 +100,15 @@ def measure_formats(given: argparse.Namespace) -> dict[str, Served]:
     return found
 
 
+def find_goal(name: str) -> Goal | None:
+    return Goal(at_least=GOALS[name]) if name in GOALS else None
+
+
 def make_figures(found: Mapping[str, Served], layers: int, speed: float) -> list[Figure]:
     subject = name_shape(SHAPE) + (f", {layers} layers" if layers else "")
     what = f"{subject}, decode over HTTP, of the limit of its bytes"
     decode = [
-        Figure("packed", what, name, "%", one.compute_share(speed), goal=Goal(at_least=GOALS[name]))
+        Figure("packed", what, name, "%", one.compute_share(speed), goal=find_goal(name))
         for name, one in found.items()
     ]
     first = [

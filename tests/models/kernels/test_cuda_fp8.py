@@ -79,7 +79,7 @@ def test_rows_are_rounded_as_torch_rounds_them(columns):
     codes, scales = fp8_products.quantise_rows(x, None)
     groups = x.float().view(len(x), -1, 128)
     most = groups.abs().amax(2).clamp_min(1e-10)
-    expected = (groups * (448 / most)[..., None]).to(torch.float8_e4m3fn)
+    expected = (groups * (torch.full_like(most, 448) / most)[..., None]).to(torch.float8_e4m3fn)
     assert same_bits(codes.view(groups.shape), expected)
     assert torch.equal(scales[:, : len(x)].T, most * (1 / torch.tensor(448.0, device=DEVICE)))
 

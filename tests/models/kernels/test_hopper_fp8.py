@@ -51,7 +51,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes, and scales `[columns / 128, rows]`."""
     groups = x.float().view(len(x), -1, SIDE)
     most = groups.abs().amax(2).clamp_min(1e-10)
-    codes = (groups * (448.0 / most)[..., None]).to(E4M3).view(x.shape)
+    codes = (groups * (torch.full_like(most, 448.0) / most)[..., None]).to(E4M3).view(x.shape)
     return codes, (most * (1.0 / 448.0)).T.contiguous()
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, frozen
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -69,11 +70,6 @@ class NarrowTile:
     groups: int
     stages: int
 
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of weights that are multiplied at once."""
-        return self.at_once * _HEIGHT * SIDE
-
 
 @define
 class Fp8Products:
@@ -113,9 +109,8 @@ class Fp8Products:
 
     def multiply(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, *, gated: int) -> None:
         """Write x @ weight.T to out. gated: see `CudaWeight`."""
-        count = len(x)
-        tile = self.choose_narrow_tile(count, weight) if count <= NARROW_FP8 else None
-        if count == 1 and tile is not None:
+        tile = self.choose_narrow_tile(len(x), weight)
+        if len(x) == 1 and tile is not None:
             self.multiply_row(x, weight, out, tile, gated=gated)
             return
         codes, scales = quantise_rows(x, self.pdl)
@@ -125,20 +120,27 @@ class Fp8Products:
             self.multiply_wide(codes, scales, weight, out, gated=gated)
 
     def choose_narrow_tile(self, count: int, weight: CudaFp8Matrix) -> NarrowTile | None:
-        """Choose the tile of a product of few rows. None: shared memory is too small for it."""
+        """Choose the tile of a product of few rows. None: there are too many, or shared memory is too small for it.
+
+        A program that multiplies two instructions' columns at once waits less often, if memory has room for more.
+        """
+        has_few_outputs = 4 * (weight.outputs // SIDE) <= self.processors
+        if count > NARROW_FP8 * (2 if has_few_outputs else 1):
+            return None
         groups = weight.columns // SIDE
         programs = weight.outputs // _HEIGHT
         of_tile = 2 if weight.halves == 1 and programs < self.processors and groups % 2 == 0 else 1
-        rows = LEAST // of_tile if count == 1 else max(LEAST // of_tile, min(round_up_to_power(count), NARROW_FP8))
-        at_once = 2 if groups % (2 * of_tile) == 0 else 1
-        tile = NarrowTile(rows, at_once, of_tile, 0)
-        room = self.shared // min(_MOST_PROGRAMS, count_parts(programs * of_tile, self.processors)) - _RESERVED
-        if count == 1:
-            stages = (room - groups * (LEAST // of_tile * SIDE + 8)) // tile.weight_bytes
-        else:
-            stages = (room - groups * rows * 8) // (tile.weight_bytes + at_once * of_tile * rows * SIDE)
-        stages = min(stages, groups // (at_once * of_tile))
-        return evolve(tile, stages=stages) if stages > 0 else None
+        least = LEAST // of_tile
+        rows = least if count == 1 else max(least, min(round_up_to_power(count), NARROW_FP8))
+        whole = groups * (least * SIDE + 8 if count == 1 else 8 * rows)  # a row of x, and scales
+        most = min(_MOST_PROGRAMS, count_parts(programs * of_tile, self.processors))
+        for beside, at_once in product(range(most, 0, -1), (2, 1)):
+            steps = groups // (at_once * of_tile)
+            each = at_once * SIDE * (_HEIGHT + (0 if count == 1 else of_tile * rows))
+            stages = min(steps, (self.shared // beside - _RESERVED - whole) // each)
+            if steps * at_once * of_tile == groups and stages >= min(2, steps):
+                return NarrowTile(rows, at_once, of_tile, stages)
+        return None
 
     def multiply_row(self, x: Tensor, weight: CudaFp8Matrix, out: Tensor, tile: NarrowTile, *, gated: int) -> None:
         """Multiply one row that is not quantised yet."""
