@@ -108,8 +108,7 @@ def make_figures(found: Mapping[str, Served], layers: int, speed: float) -> list
     subject = name_shape(SHAPE) + (f", {layers} layers" if layers else "")
     what = f"{subject}, decode over HTTP, of the limit of its bytes"
     decode = [
-        Figure("packed", what, name, "%", one.compute_share(speed), goal=find_goal(name))
-        for name, one in found.items()
+        Figure("packed", what, name, "%", one.compute_share(speed), goal=find_goal(name)) for name, one in found.items()
     ]
     first = [
         Figure("packed", f"{subject}, first of {length:,} tokens over HTTP", name, "ms", 1e3 * median(times))

@@ -263,11 +263,14 @@ def read_compressed_group(section: Section, kind: str) -> Packing:
     elif strategy != "tensor":
         rows = 1
         columns = group
-    activations = section.raw.get("input_activations")
-    by_groups = {"dynamic": True, "strategy": "group", "group_size": columns}
-    rounds_rows = floating and strategy == "block" and isinstance(activations, Mapping)
-    rounds_rows = rounds_rows and all(activations.get(name) == value for name, value in by_groups.items())
+    rounds_rows = floating and strategy == "block" and are_by_groups(section.raw.get("input_activations"), columns)
     return ScaledBlocks(floating, rows, columns, rounds_rows=rounds_rows)
+
+
+def are_by_groups(activations: object, columns: int) -> bool:
+    """Return whether activations are rounded at run time, in groups of so many columns."""
+    wanted = {"dynamic": True, "strategy": "group", "group_size": columns}
+    return isinstance(activations, Mapping) and all(activations.get(name) == value for name, value in wanted.items())
 
 
 def read_mxfp4(section: Section) -> Quantisation:
