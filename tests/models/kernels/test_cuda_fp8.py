@@ -122,8 +122,8 @@ def test_every_tile_has_the_same_bits(kernels, gated):
         out = torch.full_like(expected, float("nan"))
         evolve(products, processors=processors).multiply_wide(codes, scales, weight, out, gated=gated)
         assert same_bits(out, expected)
-    for groups, at_once, stages in itertools.product((1,) if gated else (1, 2), (1, 2, 4), (1, 2, 3)):
-        for rows in (8 // groups, 16, 64):
+    for groups, (at_once, stages) in itertools.product((1,) if gated else (1, 2), ((1, 3), (2, 2), (4, 1))):
+        for rows in (8 // groups, 32):
             out = torch.full_like(expected, float("nan"))
             tile = NarrowTile(rows, at_once, groups, stages)
             products.multiply_narrow(codes, scales, weight, out, tile, gated=gated)
@@ -176,8 +176,21 @@ def layouts_of(layout: StepLayout) -> dict[str, StepLayout]:
     return {name: layout for name in CONFIG.tensors() if name.endswith("_proj.weight")}
 
 
-def shard_of(layout: StepLayout) -> DenseShard:
-    weights = RandomWeights(CONFIG, 1, DEVICE, BF16, layouts=layouts_of(layout))
+class KeptRows:
+    """The same weights, whose rows of x are kept."""
+
+    def __init__(self, weights: RandomWeights) -> None:
+        self.weights = weights
+        self.read = weights.read
+
+    def find_layout(self, name: str) -> StepLayout | None:
+        return None if self.weights.find_layout(name) is None else KEPT
+
+    def read_packed(self, name: str) -> PackedMatrix:
+        return evolve(self.weights.read_packed(name), layout=KEPT)
+
+
+def shard_of(weights: RandomWeights | KeptRows) -> DenseShard:
     how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS}
     return DenseShard(
         CONFIG, weights, triton_cuda.TritonKernels(DEVICE), ShardPlacement(device=DEVICE, dtype=BF16, **how)
@@ -194,13 +207,14 @@ def compute_hidden(shard: DenseShard, tokens: Tensor, bucket: int) -> Tensor:
 
 
 def test_a_shard_has_the_same_bits_however_rows_were_computed():
-    ours, before = shard_of(ROUNDED), shard_of(KEPT)
+    weights = RandomWeights(CONFIG, 1, DEVICE, BF16, layouts=layouts_of(ROUNDED))
+    ours, before = shard_of(weights), shard_of(KeptRows(weights))
     tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=make_generator(2))
     whole = compute_hidden(ours, tokens, 512)
     for bucket in BUCKETS[:-1]:
         assert same_bits(compute_hidden(ours, tokens[: 16 * bucket], bucket), whole[: 16 * bucket])
     other = compute_hidden(before, tokens, 512)
-    assert 0 < (whole.float() - other.float()).norm() / other.float().norm() < 0.2
+    assert 0 < (whole.float() - other.float()).norm() / other.float().norm() < 0.5
     assert ours.memory()["weights"] < 1.01 * before.memory()["weights"]
     ours.close()
     before.close()
