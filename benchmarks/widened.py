@@ -1,6 +1,6 @@
 """The demo at widths that K quants fit: the same function, with zeros behind its rows, columns and heads.
 
-    python -m benchmarks.widened FOLDER [--ggml LIBGGML-BASE.SO Q4_K_M Q5_K_M Q6_K IQ4_XS Q8_0 Q4_0]
+    python -m benchmarks.widened FOLDER [--ggml LIBGGML-BASE.SO Q4_K_M Q5_K_M Q6_K IQ4_XS Q8_0 Q4_0] [--fp8]
 
 Blocks of 256 numbers do not fit rows of 320 and 832. Here hidden rows have 512 numbers, inner ones 1,024, and there are
 8 heads of queries instead of 5. All new weights are zeros, and so is everything that is computed from them. A norm over
@@ -9,7 +9,8 @@ Blocks of 256 numbers do not fit rows of 320 and 832. Here hidden rows have 512 
 compared with squares of about one.) Greedy answers of both models in float32 are compared. --ggml uses llama.cpp's own
 quantisation, which its `llama-quantize` calls, and mixes of types. Their files are put next to the folder, as
 FOLDER-Q4_K_M.gguf. Each tensor has the type that `llama-quantize` gives it in a model whose head is tied to its
-embedding.
+embedding. --fp8 writes FOLDER-fp8-dynamic and FOLDER-fp8-static: E4M3 in blocks of 128 x 128, whose config.json asks
+for rows in FP8, or does not.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.arguments import benchmark_parser
 from benchmarks.subjects import held_out_sources
 from tests.models.ggufs import Kind, packed, write_gguf
+from tests.models.quantised import quantise
 
 HIDDEN, INNER, HEADS = 512, 1024, 8
 CHUNK, ANSWER = 256, 32
@@ -128,11 +130,22 @@ def greedy(shard: Shard, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def write_fp8(source: Path, scheme: str) -> Path:
+    """Write a folder in FP8 next to another one. scheme: of activations."""
+    to = source.with_name(f"{source.name}-fp8-{scheme}")
+    quantise(source, to, "fp8")
+    raw = json.loads((to / "config.json").read_text())
+    raw["quantization_config"]["activation_scheme"] = scheme
+    (to / "config.json").write_text(json.dumps(raw, indent=2))
+    return to
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=8, help="files whose beginnings are gone on from by both")
     parser.add_argument("--ggml", nargs="+", metavar="WORD", help="llama.cpp's libggml-base, and mixes of types")
+    parser.add_argument("--fp8", action="store_true", help="write folders in FP8")
     given = parser.parse_args()
     source = Checkpoint.open(demo.FOLDER)
     wider = widened(source, given.folder)
@@ -147,6 +160,8 @@ def main() -> None:
         to = given.folder.with_name(f"{given.folder.name}-{mix}.gguf")
         write_gguf(to, given.folder, pack=quantised(given.ggml[0], mix, wider.config.num_layers), tokenizer="smollm")
         print(to, f"{to.stat().st_size / 1e6:.1f} MB")
+    for scheme in ("dynamic", "static") if given.fp8 else ():
+        print(write_fp8(given.folder, scheme))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ class StepLayout:
     least: what is subtracted. "": nothing. "scale": an integer per group, times the scale (the zero point of GPTQ and
     AWQ). "own": an integer per group, times a second number that is stored like the scale (the minimum of GGUF's K
     types).
+    rounds_rows: the file asks that rows are multiplied in E4M3 as well, each group with a scale of its own. As many
+    rows of the matrix as a group has columns share a scale then. Devices without such products multiply as ever.
     """
 
     steps: str
@@ -62,6 +64,7 @@ class StepLayout:
     scale: str = "float16"
     inner: bool = False
     least: Literal["", "scale", "own"] = ""
+    rounds_rows: bool = False
 
     @property
     def span(self) -> int:

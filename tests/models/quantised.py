@@ -136,7 +136,7 @@ def blocks(
     down, across = (np.arange(size) // (part or size) for size, part in zip(weight.shape, (rows, columns), strict=True))
     scales = np.zeros((down[-1] + 1, across[-1] + 1), np.float32)
     for at in np.ndindex(*scales.shape):
-        scales[at] = weight[down == at[0]][:, across == at[1]].abs().max().item() / 448
+        scales[at] = weight[down == at[0]][:, across == at[1]].abs().max().item() / 448 or 1.0
     spread = torch.from_numpy(scales)[down][:, across]
     data = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
     exact = E4M3[data.view(torch.uint8).numpy()] * spread.double().numpy()

@@ -24,12 +24,14 @@ class ScaledBlocks:
     """Numbers of 8 bits, and a scale for each block of `rows` x `columns` numbers.
 
     floating: the numbers are E4M3, or else integers. scale: the last part of the name of the scale's tensor.
+    rounds_rows: what is multiplied with them is to be rounded in the same way, in groups of as many columns.
     """
 
     floating: bool
     rows: int
     columns: int
     scale: str = "weight_scale"
+    rounds_rows: bool = False
 
     def __str__(self) -> str:
         kind = "fp8" if self.floating else "int8"
@@ -190,13 +192,14 @@ class Section:
 
 
 def read_fp8(section: Section) -> Quantisation:
-    """Read `fp8`, as published with Qwen3 and Qwen3.5. Activations are never rounded, whatever the section says."""
+    """Read `fp8`, as published with Qwen3 and Qwen3.5. Static scales of activations are not used."""
     section.choose("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    section.choose("activation_scheme", ("dynamic", "static"), "dynamic")
+    scheme = section.choose("activation_scheme", ("dynamic", "static"), "dynamic")
     whole = section.raw.get("weight_block_size") is None
     rows, columns = (WHOLE, WHOLE) if whole else section.read_block("weight_block_size")
     names = ("weight_scale_inv", "weight_scale") if whole else ("weight_scale_inv",)
-    packings = tuple(ScaledBlocks(True, rows, columns, name) for name in names)
+    rounds_rows = scheme == "dynamic" and not whole
+    packings = tuple(ScaledBlocks(True, rows, columns, name, rounds_rows) for name in names)
     return Quantisation(packings, section.read_module_names("modules_to_not_convert", "ignored_layers"))
 
 
@@ -260,7 +263,14 @@ def read_compressed_group(section: Section, kind: str) -> Packing:
     elif strategy != "tensor":
         rows = 1
         columns = group
-    return ScaledBlocks(floating, rows, columns)
+    rounds_rows = floating and strategy == "block" and are_by_groups(section.raw.get("input_activations"), columns)
+    return ScaledBlocks(floating, rows, columns, rounds_rows=rounds_rows)
+
+
+def are_by_groups(activations: object, columns: int) -> bool:
+    """Return whether activations are rounded at run time, in groups of so many columns."""
+    wanted = {"dynamic": True, "strategy": "group", "group_size": columns}
+    return isinstance(activations, Mapping) and all(activations.get(name) == value for name, value in wanted.items())
 
 
 def read_mxfp4(section: Section) -> Quantisation:

@@ -69,7 +69,9 @@ class PackedTensor:
         if not size or any(part.endswith("g_idx") for part in self.parts):
             return None
         if isinstance(packing, ScaledBlocks):
-            return StepLayout("e4m3" if packing.floating else "int8", size, scale=name_dtype(dtypes[packing.scale]))
+            rounds_rows = packing.rounds_rows and packing.rows == packing.columns == size
+            own = name_dtype(dtypes[packing.scale])
+            return StepLayout("e4m3" if packing.floating else "int8", size, scale=own, rounds_rows=rounds_rows)
         scale = dtypes["weight_scale" if isinstance(packing, Int32Words) else "scales"]
         if scale == torch.float32:  # step * scale - zero * scale would be rounded twice
             return None

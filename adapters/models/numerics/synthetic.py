@@ -112,6 +112,8 @@ def random_matrix(
 
     def draw_scales(middle: float) -> Tensor:
         found = torch.rand(rows, spans, generator=generator, device=device)
+        if layout.rounds_rows:  # whole blocks share a scale
+            found = found[torch.arange(rows, device=device) // layout.group * layout.group]
         return ((found + 0.5) * middle).to(getattr(torch, layout.scale))
 
     step = scale / (24 if layout.inner else 1)

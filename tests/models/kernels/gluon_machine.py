@@ -466,6 +466,7 @@ def _jit(body: Any = None, **_: Any) -> Any:
 TYPES = {
     **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int16")},
     "bfloat16": NumberType(torch.bfloat16),
+    "float8e4nv": NumberType(torch.float8_e4m3fn),
 }
 OPERATIONS: dict[str, Any] = {
     "constexpr": lambda value: value,
@@ -488,6 +489,9 @@ OPERATIONS: dict[str, Any] = {
     "maximum": _of_two("maximum"),
     "minimum": _of_two("minimum"),
     "max": lambda values, axis: values.amax(axis),
+    "abs": torch.abs,
+    "div_rn": lambda a, b: a / b,
+    "broadcast": lambda a, b: tuple(map(block, torch.broadcast_tensors(a, b))),
     "sum": _sum,
     "exp2": lambda x: block(torch.exp2(x.double()).float()),
     "fma": lambda a, b, c: block((a.double() * b.double() + c.double()).float()),
@@ -505,7 +509,7 @@ OPERATIONS: dict[str, Any] = {
 
 def _make_modules() -> dict[str, ModuleType]:
     """Return the modules of Triton that kernels import, as far as they use them."""
-    names = ("SwizzledShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
+    names = ("SwizzledShared", "NVMMAShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
     layouts = {f"{name}Layout": lambda *_: None for name in names}
     ampere = {
         "mma_v2": _multiply_now,

@@ -40,6 +40,7 @@ knobs = pytest.importorskip("triton").knobs
 
 Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
 FP8 = StepLayout("e4m3", 128, scale="float32")
+ROUNDED = StepLayout("e4m3", 128, scale="float32", rounds_rows=True)
 LAYOUTS = {
     "Q4_K": Q4_K,
     "Q6_K": StepLayout("int8", 16, per=16, inner=True),
@@ -61,6 +62,8 @@ BODIES = {
     "products in float32": compiled.multiply(torch.float32, 128, 4, 64, 1024),
     **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 16, 64, 1024) for name, one in LAYOUTS.items()},
     **{f"{name} in one chain": compiled.multiply_packed(one, 16384, 4, 16, 64) for name, one in LAYOUTS.items()},
+    "FP8, rows as well": compiled.multiply_packed(ROUNDED, 256, 1, 4, 16, 64, 100, 1024),
+    "FP8, rows as well, many columns": compiled.multiply_packed(ROUNDED, 16384, 1, 4, 2048),
     "one and many rows of Q4_K in one chain": compiled.multiply_packed(LAYOUTS["Q4_K"], 16384, 1, 1024),
     **{f"attention, heads of {head}": compiled.attend(head, 4, 64, 1024) for head in HEADS},
     **{f"attention of one row, heads of {head}": compiled.attend(head, 1, group=8) for head in HEADS},

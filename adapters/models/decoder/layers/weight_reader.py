@@ -12,6 +12,8 @@ from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.layers.embedding import host_table
 from adapters.models.decoder.layers.host_experts import HostExperts
 
+_EXPERTS = ".mlp.experts."
+
 
 @frozen
 class WeightReader:
@@ -63,7 +65,11 @@ class WeightReader:
 
     def _part(self, name: str) -> Tensor | PackedMatrix:
         source = self._find_packed_source(name)
-        return self(name) if source is None else source.read_packed(name)
+        if source is None:
+            return self(name)
+        matrix = source.read_packed(name)
+        # No kernel rounds rows of experts.
+        return evolve(matrix, layout=evolve(matrix.layout, rounds_rows=False)) if _EXPERTS in name else matrix
 
     def _find_packed_source(self, name: str) -> PackedSource | None:
         source = self.weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepL
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda import packed_ahead
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.fp8.fp8_products import CudaFp8Matrix, Fp8Products
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.formats.packed_words import SIDE, arrange_words
@@ -86,6 +87,9 @@ class CudaPackedMatrix:
         return form_of(self.layout, converts_e4m3=self.converts_e4m3)
 
 
+Packed: TypeAlias = CudaPackedMatrix | CudaFp8Matrix
+
+
 @frozen(eq=False)
 class CudaStack:
     """A weight made of parts, one below the other, at least one of them packed. gated: see `CudaWeight`; there is one
@@ -126,6 +130,10 @@ class CudaPacking:
     converts_e4m3: bool
     hopper: bool
     _scratch: Tensor | None = field(init=False, default=None)
+    _fp8: Fp8Products = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._fp8 = Fp8Products(self.device, self.processors, self.shared, self.pdl, self.hopper)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
         """Return the packed stack, or None where it is to be unpacked. plain: packs a part that is not packed."""
@@ -151,12 +159,16 @@ class CudaPacking:
         gate, up = stack.parts
         if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:
             return None
+        if (whole := self._fp8.pack_gated(gate, up, stack.dtype)) is not None:
+            return CudaStack((whole,), (whole.outputs,), GATES[activation])
         pairs = zip(gate.tensors, up.tensors, strict=True)
         both = (None if one is None or two is None else torch.stack((one, two), 1).flatten(0, 1) for one, two in pairs)
         own = self._pack_matrix(PackedMatrix(gate.layout, *both), stack.dtype)  # type: ignore[arg-type]
         return None if own is None else CudaStack((own,), (own.outputs,), GATES[activation])
 
-    def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> CudaPackedMatrix | None:
+    def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed | None:
+        if (whole := self._fp8.pack(matrix, dtype)) is not None:
+            return whole
         if not has_packed_kernel(matrix.layout, matrix.shape[1], dtype):
             return None
         if self._scratch is None:
@@ -170,20 +182,23 @@ class CudaPacking:
         share = 2 if weight.gated else 1
         out = x.new_empty(len(x), sum(weight.widths) // share)
         places = zip(weight.parts, torch.split(out, [width // share for width in weight.widths], 1), strict=True)
-        plain_last = sorted(places, key=lambda place: not isinstance(place[0], CudaPackedMatrix))
+        plain_last = sorted(places, key=lambda place: not isinstance(place[0], Packed))
         is_beside = False
         for part, columns in plain_last:
-            if isinstance(part, CudaPackedMatrix):
-                more = not isinstance(plain_last[-1][0], CudaPackedMatrix)
+            if isinstance(part, Packed):
+                more = not isinstance(plain_last[-1][0], Packed)
                 is_beside = self._multiply_part(x, part, columns, plain, gated=weight.gated, is_late=more)
             else:
                 plain(x, part.weight, columns, gated=0, is_beside=is_beside)
         return out
 
     def _multiply_part(
-        self, x: Tensor, part: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int, is_late: bool
+        self, x: Tensor, part: Packed, out: Tensor, plain: Multiply, *, gated: int, is_late: bool
     ) -> bool:
         """Return whether the next kernel may run at the same time, which is_late asks for."""
+        if isinstance(part, CudaFp8Matrix):
+            self._fp8.multiply(x, part, out, gated=gated)
+            return False
         tile = packed_ahead.choose_row_tile(x, part, self.processors, self.shared) if self.hopper else None
         if tile is not None:
             is_late = is_late and tile.stages > 0
@@ -227,13 +242,11 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
     if layout.steps == "e4m3":
         layout = evolve(layout, scale="float32")
         scale = scale.float() * (1.0 if converts else 2.0**120)
-    block = block_columns(layout)
     step = max(1, _PIECE // columns // SIDE)
-    words = torch.empty(-(-rows // SIDE), -(-columns // block), 128, dtype=torch.int32, device=device)
+    words = torch.empty(-(-rows // SIDE), -(-columns // block_columns(layout)), 128, dtype=torch.int32, device=device)
     for first in range(0, len(words), step):
         piece = matrix.steps[first * SIDE : (first + step) * SIDE].to(device)
         words[first : first + step].copy_(arrange_words(piece, layout))
-
     whole = evolve(matrix, layout=layout, scale=scale)
     levels = arrange_levels(whole, form_of(layout, converts_e4m3=converts), device)
     return CudaPackedMatrix(layout, rows, columns, words, levels, converts)
