@@ -420,7 +420,7 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch, name):
         kernel, fill, sinks = chain.attend_chain_ahead, chain.fill_rings, [None]
         own = {"CONSUMERS": 2, "K_STAGES": 2, "V_STAGES": 2, "WINDOW": 0, "SINKS": False}
     else:
-        kernel, fill, sinks, own = chain.attend_plain_chain, chain._fill_slots, [], {"STAGES": 2}
+        kernel, fill, sinks, own = chain.attend_plain_chain, chain.fill_slots, [], {"STAGES": 2}
     group, head, count, keys = 8, 64, 8, 640
     q = normal(count, group, head, seed=1)
     k_cache, v_cache = (normal(keys, head, seed=seed) for seed in (2, 3))

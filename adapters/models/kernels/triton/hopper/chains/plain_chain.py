@@ -32,7 +32,7 @@ from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
 
 
 @gluon.jit
-def _fill_slots(
+def fill_slots(
     k_desc,
     v_desc,
     k_ring,
@@ -298,7 +298,7 @@ def attend_plain_chain(
                     STAGES,
                 ),
             ),
-            (_fill_slots, (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, STAGES)),
+            (fill_slots, (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
