@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, shared_layout, word_layout
 from adapters.models.kernels.cuda.tiles import CHAIN_AHEAD, CODED_AHEAD, KV_TILE, PLAIN_CHAIN
@@ -29,7 +30,7 @@ class ChainChoice:
     kernel: Any
     rows: tuple[Any, ...]
     sinks: tuple[Tensor, ...]
-    constants: Mapping[str, object]
+    constants: Mapping[str, int | tuple[int, ...] | gl.NVMMASharedLayout]
     consumers: int
 
 
