@@ -53,6 +53,11 @@ def attend_chain():
 
 
 @pytest.fixture(scope="module")
+def attend_plain():
+    return load_kernels(f"{HOPPER}.chains.plain_chain").attend_plain_chain
+
+
+@pytest.fixture(scope="module")
 def splits():
     return load_kernels(f"{HOPPER}.hopper_attention")
 
@@ -178,15 +183,9 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window:
 in_half_of_its_places = usual_where(lambda places: sum(places.values()) % 2 == 0)
 
 
-@with_first("seed")
-@pytest.mark.timeout(120)
-@in_half_of_its_places
-@pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize("sizes", CHAINS, ids=str)
-@pytest.mark.parametrize("seed", range(2))
-def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes, pages, seed):
-    """Steps of several slots and padded rows; contexts of every residue of tiles and splits. Nobody reads rows behind
-    a window.
+def check_chain(kernel, sizes, pages, seed, own_constants):
+    """Run steps of several slots and padded rows; contexts of every residue of tiles and splits. Nobody reads rows
+    behind a window. A kernel that can have sinks has a constant for them.
     """
     head, group, window, has_sinks = sizes
     kv, page, capacity = 1, 256, 1024
@@ -214,11 +213,11 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        attend_chain, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        kernel, (len(tiles) * parts * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
-        Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers,
-        K_STAGES=2 + seed, V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, WINDOW=window,
-        SINKS=has_sinks, num_warps=4 if consumers == 2 else 8,
+        *([Pointer(sinks)] if "SINKS" in own_constants else []), HEADS=kv * group, KV=kv, GROUP=group, PARTS=parts,
+        SPLIT=SPLIT, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
+        **own_constants,
     )  # fmt: skip
     row = 0
     for slot, (start, count) in enumerate(spans):
@@ -230,6 +229,28 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes
         assert torch.equal(out[row : row + count].reshape(-1, head), expected)
         row += count
     assert not out[row:].any()
+
+
+@with_first("seed")
+@pytest.mark.timeout(120)
+@in_half_of_its_places
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("sizes", CHAINS, ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes, pages, seed):
+    head, _group, window, has_sinks = sizes
+    own = {"CONSUMERS": 2 if head < 256 else 1, "K_STAGES": 2 + seed, "V_STAGES": 4 - 2 * seed}
+    check_chain(attend_chain, sizes, pages, seed, own | {"WINDOW": window, "SINKS": has_sinks})
+
+
+@with_first("seed")
+@pytest.mark.timeout(120)
+@in_half_of_its_places
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("sizes", [sizes for sizes in CHAINS if sizes[0] == 128 and not sizes[2]], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_with_one_release_a_step_has_the_same_bits(attend_plain, sizes, pages, seed):
+    check_chain(attend_plain, sizes, pages, seed, {"STAGES": 2 + seed})
 
 
 @frozen
@@ -391,9 +412,15 @@ def test_a_wait_that_no_thread_ends_is_a_deadlock():
 
 
 @pytest.mark.timeout(120)
-def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
+@pytest.mark.parametrize("name", ["hopper_chain", "chains.plain_chain"])
+def test_a_slot_that_is_filled_too_early_is_found(monkeypatch, name):
     """The machine must see what it is for: here the warp for loads never waits until consumers have freed a slot."""
-    chain = load_kernels(f"{HOPPER}.hopper_chain")
+    chain = load_kernels(f"{HOPPER}.{name}")
+    if name == "hopper_chain":
+        kernel, fill, sinks = chain.attend_chain_ahead, chain.fill_rings, [None]
+        own = {"CONSUMERS": 2, "K_STAGES": 2, "V_STAGES": 2, "WINDOW": 0, "SINKS": False}
+    else:
+        kernel, fill, sinks, own = chain.attend_plain_chain, chain.fill_slots, [], {"STAGES": 2}
     group, head, count, keys = 8, 64, 8, 640
     q = normal(count, group, head, seed=1)
     k_cache, v_cache = (normal(keys, head, seed=seed) for seed in (2, 3))
@@ -404,17 +431,16 @@ def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
         if bar.count == 1:  # both consumers free a slot, and one warp fills it
             wait_for(bar, phase)
 
-    monkeypatch.setattr(chain.fill_rings.__globals__["mbarrier"], "wait", wait_for_loads_only)
+    monkeypatch.setattr(fill.__globals__["mbarrier"], "wait", wait_for_loads_only)
     found = []
     for seed in range(5):
         out = torch.zeros(q.shape, dtype=BF16)
         try:
             launch(
-                chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+                kernel, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
                 Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
-                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, None, HEADS=group,
-                KV=1, GROUP=group, PARTS=1, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False,
-                PAGE=0, WINDOW=0, SINKS=False, num_warps=4,
+                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, *sinks, HEADS=group,
+                KV=1, GROUP=group, PARTS=1, SPLIT=SPLIT, REGISTERS=240, PDL=False, PAGE=0, num_warps=4, **own,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
             found.append(seed)

@@ -13,17 +13,15 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.models.kernels.cuda.chains.chain_choice import CODE_KINDS, choose_chain
 from adapters.models.kernels.cuda.descriptors import (
     AttentionArguments,
     CacheArguments,
     Constants,
     cache_sizes,
-    describe_blocks,
     describe_cache,
     launch_options,
     page_size,
-    shared_layout,
-    word_layout,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
 from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, HopperSplits
@@ -33,27 +31,24 @@ from adapters.models.kernels.cuda.tiles import (
     AHEAD_QUERIES,
     CHAIN_AHEAD,
     CODED_AHEAD,
-    KV_TILE,
     ROWS_AHEAD,
     choose_tiles,
     count_parts,
     count_shares,
     round_up_to_power,
 )
-from adapters.models.kernels.formats.row_format import INT4, as_bytes, format_of
+from adapters.models.kernels.formats.row_format import format_of
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
-from adapters.models.kernels.triton.hopper import hopper_chain, hopper_codes
 from adapters.models.kernels.triton_launch import launch
 
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_numbers` names them
 
 
 def count_splits(capacity: int, window: int, rows: int) -> int:
@@ -177,48 +172,32 @@ class CudaAttention:
         out = torch.empty_like(q)
         _, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
-        caches = (k_cache, v_cache)
         group = heads // kv
-        if format_of(k_cache).is_coded:
-            kernel = hopper_codes.attend_coded_chain
-            options = CODED_AHEAD[head]
-            rows: tuple[Any, ...] = tuple(as_bytes(cache).view(torch.int32) for cache in caches)
-            described = {"KINDS": tuple(CODE_KINDS[cache.dtype] for cache in caches), "APART": k_cache.stride(2) // 4}
-            tile = (KV_TILE, head)
-            described |= {"TILE": tile, "NUMBERS": shared_layout(tile, q.dtype), "WORDS": word_layout()}
-        else:
-            kernel = hopper_chain.attend_chain_ahead
-            options = CHAIN_AHEAD[head]
-            rows = tuple(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches)
-            described = {}
-        consumers = options["CONSUMERS"]
-        at_once = 64 * consumers  # heads of a program
+        choice = choose_chain(q, (k_cache, v_cache), rule, self._usual)
+        at_once = 64 * choice.consumers  # heads of a program
         parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
         tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
         launch(
-            kernel,
+            choice.kernel,
             (len(tiles) * parts * kv,),
             q,
-            *rows,
+            *choice.rows,
             tiles,
             out,
             batch.positions if batch.pages is None else batch.pages,  # never read without
             capacity,
             len(tiles),
             head**-0.5 * LOG2_E,
-            self._usual if rule.sinks is None else rule.sinks,  # never read without
+            *choice.sinks,
             HEADS=heads,
             KV=kv,
             GROUP=group,
             PARTS=parts,
             SPLIT=SPLIT,
-            **options,
-            **described,
+            **choice.constants,
             PAGE=page_size(k_cache, batch),
-            WINDOW=rule.window,
-            SINKS=rule.sinks is not None,
             enable_fp_fusion=False,
-            **launch_options(4 if consumers == 2 else 8, self.pdl),
+            **launch_options(4 if choice.consumers == 2 else 8, self.pdl),
         )
         return self._finish(out, head, v_cache)
 

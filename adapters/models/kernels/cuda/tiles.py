@@ -28,7 +28,9 @@ CHAIN_AHEAD = {
     128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
-# The same where rows are codes. Warps that unpack have the registers that consumers leave, of
+# Heads that `plain_chain` serves: registers of its two consumers, and slots for tiles of keys and values.
+PLAIN_CHAIN = {128: {"REGISTERS": 240, "STAGES": 4}}
+# As above, where rows are codes. Warps that unpack have the registers that consumers leave, of
 # 256 for each thread of a group of either.
 CODED_AHEAD = {
     64: {"CONSUMERS": 2, "REGISTERS": 208, "K_STAGES": 4, "V_STAGES": 4},
