@@ -26,7 +26,7 @@ from adapters.models.kernels.cuda.descriptors import (
     word_layout,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
-from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, HopperSplits
+from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, CODE_KINDS, CODED_ROWS, HopperSplits
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
@@ -40,7 +40,7 @@ from adapters.models.kernels.cuda.tiles import (
     count_shares,
     round_up_to_power,
 )
-from adapters.models.kernels.formats.row_format import INT4, as_bytes, format_of
+from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
@@ -53,7 +53,6 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_numbers` names them
 
 
 def count_splits(capacity: int, window: int, rows: int) -> int:
@@ -112,7 +111,10 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
-        alone = ahead and batch.plan.merges and padded <= ALONE_HEADS and head in ROWS_AHEAD
+        can_be_alone = batch.plan.merges and padded <= ALONE_HEADS
+        coded = can_be_alone and not chained and is_usual and self._can_attend_codes(q, k_cache, v_cache)
+        alone = coded or (ahead and can_be_alone and head in ROWS_AHEAD)
+        ahead = ahead or coded
         if ahead:
             of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
@@ -136,7 +138,9 @@ class CudaAttention:
         if ahead:
             tables = ((acc, sums, self._partial_counts(kv)), out, sinks, (capacity, splits), shape | joins)
             own = HopperSplits(q, (k_cache, v_cache), tiles, pages, *tables, scale, self.processors, self.pdl)
-            if alone:
+            if coded:
+                own.attend_codes_alone(padded, key_tile)
+            elif alone:
                 own.attend_alone(kv, padded, key_tile)
             else:
                 own.attend(kv, padded, key_tile, merges=merged)
@@ -166,6 +170,11 @@ class CudaAttention:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
+
+    def _can_attend_codes(self, q: Tensor, *caches: Tensor) -> bool:
+        """Return whether a kernel of Hopper's attends with single rows to such codes."""
+        is_known = all(cache.dtype in CODE_KINDS for cache in caches)
+        return self.hopper and is_known and q.dtype == torch.bfloat16 and q.shape[2] in CODED_ROWS
 
     def _can_chain_ahead(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves chains of such rows: numbers, or codes that it can unpack."""
