@@ -26,12 +26,6 @@ from adapters.models.kernels.triton.hopper.hopper_rows import _lines
 PARTS = gl.constexpr(2)  # of a split, that are turned into numbers and multiplied one after the other
 
 
-@gluon.constexpr_function
-def count_words(head, kind):
-    """Return the words of the codes of a row."""
-    return head // 8 if kind == INT4.value else head // 4
-
-
 @gluon.jit
 def _ask_for_split(words_ptr, row, low, high, codes, scales, APART: gl.constexpr, num_warps: gl.constexpr):
     """Begin to copy a split's codes, and its scales, which stand behind them, of rows from number `low` to `high`.
@@ -46,7 +40,7 @@ def _ask_for_split(words_ptr, row, low, high, codes, scales, APART: gl.constexpr
     COPIED: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDE, WIDE], [num_warps, 1], [1, 0])
     i = gl.arange(0, UNIT, layout=gl.SliceLayout(1, COPIED))
     j = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPIED))
-    first = words_ptr + gl.to_tensor(row).to(gl.int64) * APART
+    first = words_ptr + row.to(gl.int64) * APART
     for tile in gl.static_range(TILES):
         at = tile * UNIT + i
         is_seen = (at >= low) & (at < high)
@@ -220,6 +214,8 @@ def attend_coded_rows(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     EACH: gl.constexpr = UNITS // PARTS
+    K_WORDS: gl.constexpr = HEAD // 8 if KINDS[0] == INT4 else HEAD // 4
+    V_WORDS: gl.constexpr = HEAD // 8 if KINDS[1] == INT4 else HEAD // 4
     gl.static_assert(PAGE == 0 or PAGE == SPLIT)
     if PDL:
         gdc_launch_dependents()
@@ -227,8 +223,8 @@ def attend_coded_rows(
     halves = numbers._reinterpret(gl.int32, [1, BLOCK_N, HEAD // 2], LAYOUTS[4])  # noqa: SLF001 - there is no other name
     units = numbers._reinterpret(dtype, [EACH, UNIT, HEAD], LAYOUTS[1])  # noqa: SLF001
     unit_halves = numbers._reinterpret(gl.int32, [EACH, UNIT, HEAD // 2], LAYOUTS[4])  # noqa: SLF001
-    k_codes = gl.allocate_shared_memory(gl.int32, [UNITS, UNIT, count_words(HEAD, KINDS[0])], LINES)
-    v_codes = gl.allocate_shared_memory(gl.int32, [UNITS, UNIT, count_words(HEAD, KINDS[1])], LINES)
+    k_codes = gl.allocate_shared_memory(gl.int32, [UNITS, UNIT, K_WORDS], LINES)
+    v_codes = gl.allocate_shared_memory(gl.int32, [UNITS, UNIT, V_WORDS], LINES)
     k_scales = gl.allocate_shared_memory(gl.int32, [SPLIT], PLAIN)
     v_scales = gl.allocate_shared_memory(gl.int32, [SPLIT], PLAIN)
     q_shared = gl.allocate_shared_memory(dtype, [ROWS, HEAD], LAYOUTS[2])
