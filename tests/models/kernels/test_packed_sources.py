@@ -173,7 +173,8 @@ CHOSEN = {  # outputs, columns, then rows and columns of a tile, and whether its
         (5120, 17408, (16, 128, True)),
         (24576, 4096, (64, 512, False)),
         (24576, 5120, (64, 256, False)),
-        (34816, 5120, (64, 256, False)),
+        (34816, 5120, (32, 256, False)),  # nine programs at a time
+        (14336, 5120, (16, 128, False)),
         (24576, 8192, None),
         (8192, 28672, None),  # scales of a program and a row take more than half of a processor's memory
     ),
@@ -209,14 +210,15 @@ def test_a_row_is_copied_whole_where_a_piece_has_three_times_a_power_of_two_bloc
 
 @pytest.mark.parametrize("name", ["Q4_K", "AWQ"])
 def test_a_piece_of_five_blocks_is_multiplied_block_after_block(name: str) -> None:
+    """Scales are made of all steps together, or of some and then of others, or step by step."""
     packed, numbers = pack(LAYOUTS[name], 16, 5120)
     x = make_x(1, packed.columns)
     expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-    for columns, stages in ((128, 0), (640, 0), (128, 2), (128, 5)):
+    for columns, stages, made in ((128, 0, None), (640, 0, None), (128, 2, 2), (128, 2, 0), (128, 5, None)):
         out = torch.full((1, 16), float("nan"), dtype=BF16)
-        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80)
+        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80, made=made)
         triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True, is_late=stages > 2)
-        assert torch.equal(out, expected), (columns, stages)
+        assert torch.equal(out, expected), (columns, stages, made)
 
 
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
