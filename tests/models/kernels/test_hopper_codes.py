@@ -32,7 +32,7 @@ def codes():
 
 @pytest.fixture(scope="module")
 def alone():
-    return load_kernels(f"{HOPPER}.hopper_coded_rows")
+    return load_kernels(f"{HOPPER}.codes.coded_rows")
 
 
 def open_bytes(layout: RowLayout, memory: Tensor) -> list[Tensor]:

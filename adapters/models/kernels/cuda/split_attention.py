@@ -18,11 +18,16 @@ from adapters.models.kernels.cuda.descriptors import (
 )
 from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS_AHEAD
 from adapters.models.kernels.formats.row_format import INT4, as_bytes
-from adapters.models.kernels.triton.hopper import hopper_attention, hopper_coded_rows, hopper_rows
+from adapters.models.kernels.triton.hopper import hopper_attention, hopper_rows
+from adapters.models.kernels.triton.hopper.codes import coded_rows
 from adapters.models.kernels.triton_launch import launch
 
 ALONE_HEADS = 8  # of a key head, at most, that are the short side of a product
-CODE_KINDS: Mapping[torch.dtype, int] = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_numbers` names them
+CODE_KINDS: Mapping[torch.dtype, int] = {
+    torch.int8: 1,
+    torch.float8_e4m3fn: 2,
+    INT4: 4,
+}  # as `hopper_numbers` names them
 CODED_ROWS = {256}  # sizes of heads of which single rows attend to codes by a kernel of their own
 _MERGED = 1 << 14  # numbers of partials that a program of four warps has in registers
 
@@ -83,7 +88,7 @@ class HopperSplits:
             "AT_ONCE": self._merge_at_once(padded, 8),
         }
         words = [as_bytes(cache).view(torch.int32) for cache in self.caches]
-        self._launch(hopper_coded_rows.attend_coded_rows, kv, words, 8, own)
+        self._launch(coded_rows.attend_coded_rows, kv, words, 8, own)
 
     def _merge_at_once(self, padded: int, warps: int) -> int:
         """Return how many partials of a key head are merged together."""

@@ -134,7 +134,9 @@ def _weigh_split(
 
 
 @gluon.jit
-def _multiply_keys(codes, halves, numbers, q_shared, s_shared, PART: gl.constexpr, KIND: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def _multiply_keys(
+    codes, halves, numbers, q_shared, s_shared, PART: gl.constexpr, KIND: gl.constexpr, num_warps: gl.constexpr
+):
     """Leave the scores of a part's keys in shared memory. PART 0 has been turned into numbers already."""
     ROWS: gl.constexpr = q_shared.shape[0]
     TALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
@@ -149,7 +151,19 @@ def _multiply_keys(codes, halves, numbers, q_shared, s_shared, PART: gl.constexp
 
 
 @gluon.jit
-def _multiply_values(acc, codes, halves, units, p_shared, fades, begin, end, PART: gl.constexpr, KIND: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+def _multiply_values(
+    acc,
+    codes,
+    halves,
+    units,
+    p_shared,
+    fades,
+    begin,
+    end,
+    PART: gl.constexpr,
+    KIND: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Add a part's values times their weights. begin, end: the split's tiles that the row sees lie between."""
     TALL: gl.constexpr = acc.type.layout
     EACH: gl.constexpr = units.shape[0]
@@ -228,9 +242,7 @@ def attend_coded_rows(
     k_scales = gl.allocate_shared_memory(gl.int32, [SPLIT], PLAIN)
     v_scales = gl.allocate_shared_memory(gl.int32, [SPLIT], PLAIN)
     q_shared = gl.allocate_shared_memory(dtype, [ROWS, HEAD], LAYOUTS[2])
-    s_shared = gl.allocate_shared_memory(
-        gl.float32, [PARTS, BLOCK_N, ROWS], gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
-    )
+    s_shared = gl.allocate_shared_memory(gl.float32, [PARTS, BLOCK_N, ROWS], gl.SwizzledSharedLayout(8, 1, 8, [0, 1]))
     p_shared = gl.allocate_shared_memory(dtype, [UNITS, ROWS, UNIT], LAYOUTS[3])
     fades = gl.allocate_shared_memory(gl.float32, [UNITS, ROWS], PLAIN)
     t = gl.arange(0, LIMIT, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
