@@ -110,19 +110,17 @@ class CudaAttention:
         is_usual = share == 1 and not (rule.cap or rule.latent)
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
-        ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
-        can_be_alone = batch.plan.merges and padded <= ALONE_HEADS
-        coded = can_be_alone and not chained and is_usual and self._can_attend_codes(q, k_cache, v_cache)
-        alone = coded or (ahead and can_be_alone and head in ROWS_AHEAD)
-        ahead = ahead or coded
+        can_split = is_usual and not chained
+        alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
+        ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
         if ahead:
             of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
-        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT}
-        shape["PAGE"] = page_size(k_cache, batch)
+        page = page_size(k_cache, batch)
+        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT, "PAGE": page}
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}
@@ -134,23 +132,20 @@ class CudaAttention:
             return self._finish(out, head, v_cache)
         acc, sums = self._scratch(heads, splits, size)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
-        merged = ahead and batch.plan.merges
         if ahead:
             tables = ((acc, sums, self._partial_counts(kv)), out, sinks, (capacity, splits), shape | joins)
             own = HopperSplits(q, (k_cache, v_cache), tiles, pages, *tables, scale, self.processors, self.pdl)
-            if coded:
-                own.attend_codes_alone(padded, key_tile)
-            elif alone:
+            if alone:
                 own.attend_alone(kv, padded, key_tile)
             else:
-                own.attend(kv, padded, key_tile, merges=merged)
+                own.attend(kv, padded, key_tile, merges=batch.plan.merges)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             programs = min(limit * splits * kv, 2 * self.processors)
             assert programs >= kv
             to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
-        if not merged:
+        if not (ahead and batch.plan.merges):
             self._merge((acc, sums, batch.positions, out, sinks, splits), joins | {"AT_ONCE": 16 if size <= 128 else 8})
         return self._finish(out, head, v_cache)
 
@@ -171,10 +166,11 @@ class CudaAttention:
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
 
-    def _can_attend_codes(self, q: Tensor, *caches: Tensor) -> bool:
-        """Return whether a kernel of Hopper's attends with single rows to such codes."""
-        is_known = all(cache.dtype in CODE_KINDS for cache in caches)
-        return self.hopper and is_known and q.dtype == torch.bfloat16 and q.shape[2] in CODED_ROWS
+    def _can_be_alone(self, q: Tensor, *caches: Tensor) -> bool:
+        """Return whether a kernel of Hopper's serves rows that are alone in their slots."""
+        if all(cache.dtype in CODE_KINDS for cache in caches):
+            return self.hopper and q.dtype == torch.bfloat16 and q.shape[2] in CODED_ROWS
+        return self._can_run_ahead(q, caches[0], ROWS_AHEAD)
 
     def _can_chain_ahead(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves chains of such rows: numbers, or codes that it can unpack."""

@@ -65,6 +65,9 @@ class HopperSplits:
     def attend_alone(self, kv: int, padded: int, key_tile: int) -> None:
         """Attend with tiles of one row, and merge its partials. padded: up to `ALONE_HEADS`."""
         head = self.q.shape[2]
+        if self.caches[0].dtype in CODE_KINDS:
+            self._attend_codes(kv, padded, key_tile)
+            return
         own = {
             "RING": ROWS_AHEAD[head],
             "UNIT": key_tile,
@@ -73,13 +76,13 @@ class HopperSplits:
         }
         self._launch(hopper_rows.attend_rows_ahead, kv, self._describe_caches(KV_TILE, (head, head)), 4, own)
 
-    def attend_codes_alone(self, padded: int, key_tile: int) -> None:
+    def _attend_codes(self, kv: int, padded: int, key_tile: int) -> None:
         """Do what `attend_alone` does over rows of codes."""
-        kv, group = self.shape["KV"], 2 * key_tile
+        group = 2 * key_tile
         head, dtype = self.q.shape[2], self.q.dtype
         blocks = (group, head), (key_tile, head), (ALONE_HEADS, head), (ALONE_HEADS, key_tile)
         k_cache, v_cache = self.caches
-        own = {
+        own: dict[str, object] = {
             "HEAD": head,
             "UNIT": key_tile,
             "KINDS": (CODE_KINDS[k_cache.dtype], CODE_KINDS[v_cache.dtype]),
@@ -102,7 +105,9 @@ class HopperSplits:
         pairs = zip(self.caches, widths, strict=True)
         return [describe_blocks(cache.view(-1, head), tile, width) for cache, width in pairs]
 
-    def _launch(self, kernel: object, heads: int, caches: Sequence[object], warps: int, own: Constants) -> None:
+    def _launch(
+        self, kernel: object, heads: int, caches: Sequence[object], warps: int, own: Mapping[str, object]
+    ) -> None:
         """Launch a kernel. heads: key heads, or parts of them. caches: keys and values as the kernel takes them."""
         head = self.q.shape[2]
         capacity, splits = self.sizes

@@ -187,7 +187,7 @@ def packed_row(
     RECORDS: gl.constexpr = levels_desc.block_type.shape[2]
     LEVELS: gl.constexpr = lines_of_levels(PIECES, num_warps, BLOCK_N, RECORDS, levels_desc.block_type.shape[3])
     SCALES: gl.constexpr = lines_of_scales(PIECES, num_warps, BLOCK_N, BLOCKS)
-    IN_PARTS: gl.constexpr = MADE > 0 and MADE < STEPS  # noqa: PLR1716 - a chain is not computed while compiling
+    IN_PARTS: gl.constexpr = MADE > 0 and MADE < STEPS
     n0 = gl.program_id(0) * BLOCK_N
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
     rings = (w_ring, w_ring)
@@ -218,7 +218,7 @@ def packed_row(
     turn = 0
     place = 0
     for step in range(STEPS):
-        if IN_PARTS:
+        if IN_PARTS:  # noqa: SIM102 - a constant
             if place == MADE:
                 program_barrier()  # all warps have read the scales
                 make_scales(levels_ptr, made, n0, step * BLOCKS, columns, STEPS * BLOCKS, FORM, num_warps)

@@ -230,7 +230,8 @@ def attend_coded_rows(
     EACH: gl.constexpr = UNITS // PARTS
     K_WORDS: gl.constexpr = HEAD // 8 if KINDS[0] == INT4 else HEAD // 4
     V_WORDS: gl.constexpr = HEAD // 8 if KINDS[1] == INT4 else HEAD // 4
-    gl.static_assert(PAGE == 0 or PAGE == SPLIT)
+    gl.static_assert(PAGE % SPLIT == 0)
+    gl.static_assert(PAGE <= SPLIT)
     if PDL:
         gdc_launch_dependents()
     numbers = gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD], LAYOUTS[0])
