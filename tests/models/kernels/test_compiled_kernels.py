@@ -72,7 +72,7 @@ BODIES = {
     },
     **{
         f"attention of one row, {name}, heads of 256": compiled.attend(256, 1, rows=read_row_types(name, BF16), group=6)
-        for name in ("int8", "fp8", "int4", "k=int8,v=int4")
+        for name in ("int8", "int4")
     },
     "attention over pages": compiled.attend(128, 4, 64, paged=True),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),

@@ -174,6 +174,7 @@ CHOSEN = {  # outputs, columns, then rows and columns of a tile, and whether its
         (24576, 4096, (64, 512, False)),
         (24576, 5120, (64, 256, False)),
         (34816, 5120, (32, 256, False)),  # nine programs at a time
+        (16384, 5120, (64, 256, False)),
         (14336, 5120, (16, 128, False)),
         (24576, 8192, None),
         (8192, 28672, None),  # scales of a program and a row take more than half of a processor's memory

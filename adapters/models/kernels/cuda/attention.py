@@ -168,8 +168,9 @@ class CudaAttention:
 
     def _can_be_alone(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves rows that are alone in their slots."""
-        if all(cache.dtype in CODE_KINDS for cache in caches):
-            return self.hopper and q.dtype == torch.bfloat16 and q.shape[2] in CODED_ROWS
+        if caches[0].dtype in CODE_KINDS:  # keys and values of two kinds were not run
+            is_one = caches[0].dtype is caches[1].dtype
+            return self.hopper and is_one and q.dtype == torch.bfloat16 and q.shape[2] in CODED_ROWS
         return self._can_run_ahead(q, caches[0], ROWS_AHEAD)
 
     def _can_chain_ahead(self, q: Tensor, *caches: Tensor) -> bool:

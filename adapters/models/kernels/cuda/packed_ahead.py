@@ -49,7 +49,8 @@ class AheadTile:
 
     stages: 0: words of one step wait in registers instead, of products of one row. registers: the most of a thread.
     programs: that a processor has at a time, at most, of products of one row. made: steps of which memory holds scales
-    that are made of levels apart, where each word has one; 0: none, and levels come with words; None: all.
+    that are made of levels apart, where each word has one; 0: none, and levels come with words; None: all. fills:
+    memory holds as many more steps as it has room for; otherwise it is left to programs of the kernels around.
     """
 
     outputs: int
@@ -59,6 +60,7 @@ class AheadTile:
     registers: int
     programs: int = 3
     made: int | None = None
+    fills: bool = True
 
     def count_made(self, weight: CudaPackedMatrix) -> int:
         """Return the steps of which memory holds scales."""
@@ -103,9 +105,13 @@ ROW_CHAINS = {
     "int8": AheadTile(64, 256, 2, 4, 168),
     "uint4": AheadTile(64, 512, 2, 4, 168),
 }
-MANY_CHAINS = AheadTile(32, 256, 2, 2, 112, programs=9, made=0)  # for more rows, where each word has a scale
 ROW_PIECES = AheadTile(16, 128, 2, 8, 80)
-MANY_ROW_PIECES = AheadTile(16, 128, 2, 8, 64, programs=5)  # the same
+# Where each word has a scale (decision 072): chains of up to two programs of a processor, and of more than three, and
+# pieces of up to three programs, and of more.
+FEW_CHAINS = AheadTile(64, 256, 4, 4, 80, programs=2, fills=False)
+MANY_CHAINS = AheadTile(32, 256, 2, 2, 96, programs=9, made=0)
+FEW_PIECES = AheadTile(16, 128, 4, 8, 64, fills=False)
+MANY_SCALED_PIECES = AheadTile(16, 128, 2, 8, 64, programs=5)
 LONG_PIECES = {"int8": AheadTile(16, 256, 2, 8, 168)}
 MANY_PIECES = {"e4m3": AheadTile(16, 256, 2, 8, 80)}  # of weights for which a processor has three programs at a time
 _LONG = 1024  # columns of a long piece
@@ -146,8 +152,11 @@ def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None
     steps = weight.layout.steps
     tile = ROW_CHAINS[steps]
     rounds = tile.count_rounds(weight, processors)
-    if rounds > 1 and weight.block_form.has_scale_of_word:
-        return MANY_CHAINS if MANY_CHAINS.count_rounds(weight, processors) == 1 else None
+    if weight.block_form.has_scale_of_word:
+        if FEW_CHAINS.count_rounds(weight, processors) == 1:
+            return FEW_CHAINS
+        if rounds > 1:
+            return MANY_CHAINS if MANY_CHAINS.count_rounds(weight, processors) == 1 else None
     return tile if rounds <= _ROUNDS.get(steps, 1) else None
 
 
@@ -167,8 +176,9 @@ def _choose_pieces(weight: CudaPackedMatrix, processors: int) -> AheadTile:
         return AheadTile(rows, 256, 0, 8, 80)
     if weight.piece >= _LONG:
         return AheadTile(rows, 128, 0, 8, 80)
-    has_rounds = ROW_PIECES.count_rounds(weight, processors) > 1
-    return MANY_ROW_PIECES if has_rounds and weight.block_form.has_scale_of_word else ROW_PIECES
+    if not weight.block_form.has_scale_of_word:
+        return ROW_PIECES
+    return FEW_PIECES if FEW_PIECES.count_rounds(weight, processors) == 1 else MANY_SCALED_PIECES
 
 
 def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
@@ -184,7 +194,8 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     room = (shared + _RESERVED) // programs - _RESERVED - _BARRIERS - count_whole_bytes(tile, weight)
     stages = room // stage
     steps = weight.piece // tile.columns
-    return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
+    most = steps if tile.fills else min(steps, tile.stages)
+    return evolve(tile, stages=min(most, stages)) if stages >= tile.stages else None
 
 
 def multiply_row(
