@@ -35,9 +35,11 @@ from adapters.models.kernels.cuda.tiles import (
     CODED_AHEAD,
     KV_TILE,
     ROWS_AHEAD,
+    SPLIT,
     choose_tiles,
     count_parts,
     count_shares,
+    count_splits,
     round_up_to_power,
 )
 from adapters.models.kernels.formats.row_format import as_bytes, format_of
@@ -49,16 +51,9 @@ from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton.hopper import hopper_chain, hopper_codes
 from adapters.models.kernels.triton_launch import launch
 
-SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-
-
-def count_splits(capacity: int, window: int, rows: int) -> int:
-    """Return how many splits a tile of up to `rows` rows has at most. window: see `AttentionRule`."""
-    every = count_parts(capacity, SPLIT)
-    return min(every, (window + rows - 2) // SPLIT + 2) if window else every
 
 
 @define(eq=False)
@@ -157,8 +152,7 @@ class CudaAttention:
         """Merge partials, by a program for each row's head."""
         bucket, heads, size = given[3].shape
         options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **launch_options(1, self.pdl)}
-        options |= {"enable_fp_fusion": False}
-        options["maxnreg"] = 168  # one warp, and all its loads in flight: the compiler would trade them for occupancy
+        options |= {"enable_fp_fusion": False, "maxnreg": 168}  # for all loads of a warp: fewer would be chosen
         launch(attention.merge, (bucket, heads), *given, **options)
 
     def _can_run_ahead(self, q: Tensor, k_cache: Tensor, heads: Collection[int]) -> bool:
@@ -168,9 +162,9 @@ class CudaAttention:
 
     def _can_be_alone(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves rows that are alone in their slots."""
-        if caches[0].dtype in CODE_KINDS:  # keys and values of two kinds were not run
-            is_one = caches[0].dtype is caches[1].dtype
-            return self.hopper and is_one and q.dtype == torch.bfloat16 and q.shape[2] in CODED_ROWS
+        if caches[0].dtype in CODE_KINDS:
+            is_served = q.shape[2] in CODED_ROWS and q.dtype == torch.bfloat16
+            return self.hopper and is_served and caches[0].dtype is caches[1].dtype
         return self._can_run_ahead(q, caches[0], ROWS_AHEAD)
 
     def _can_chain_ahead(self, q: Tensor, *caches: Tensor) -> bool:

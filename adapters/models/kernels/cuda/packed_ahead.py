@@ -48,9 +48,9 @@ class AheadTile:
     """Rows of the weight that a program has, columns of a step, steps that shared memory holds, and warps.
 
     stages: 0: words of one step wait in registers instead, of products of one row. registers: the most of a thread.
-    programs: that a processor has at a time, at most, of products of one row. made: steps of which memory holds scales
-    that are made of levels apart, where each word has one; 0: none, and levels come with words; None: all. fills:
-    memory holds as many more steps as it has room for; otherwise it is left to programs of the kernels around.
+    programs: that a processor has at a time, at most, of products of one row. makes: scales are made before the row
+    comes, where each word has one; otherwise levels come with words. fills: memory holds as many more steps as it has
+    room for; otherwise it is left to programs of the kernels around.
     """
 
     outputs: int
@@ -59,14 +59,11 @@ class AheadTile:
     warps: int
     registers: int
     programs: int = 3
-    made: int | None = None
+    makes: bool = True
     fills: bool = True
 
-    def count_made(self, weight: CudaPackedMatrix) -> int:
-        """Return the steps of which memory holds scales."""
-        if not weight.block_form.has_scale_of_word:
-            return 0
-        return weight.piece // self.columns if self.made is None else self.made
+    def makes_scales(self, weight: CudaPackedMatrix) -> bool:
+        return self.makes and weight.block_form.has_scale_of_word
 
     def count_rounds(self, weight: CudaPackedMatrix, processors: int) -> int:
         """Return how often a processor has as many programs as it can at a time."""
@@ -109,7 +106,7 @@ ROW_PIECES = AheadTile(16, 128, 2, 8, 80)
 # Where each word has a scale (decision 072): chains of up to two programs of a processor, and of more than three, and
 # pieces of up to three programs, and of more.
 FEW_CHAINS = AheadTile(64, 256, 4, 4, 80, programs=2, fills=False)
-MANY_CHAINS = AheadTile(32, 256, 2, 2, 96, programs=9, made=0)
+MANY_CHAINS = AheadTile(32, 256, 2, 2, 96, programs=9, makes=False)
 FEW_PIECES = AheadTile(16, 128, 4, 8, 64, fills=False)
 MANY_SCALED_PIECES = AheadTile(16, 128, 2, 8, 64, programs=5)
 LONG_PIECES = {"int8": AheadTile(16, 256, 2, 8, 168)}
@@ -135,16 +132,15 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
         fits = tile.programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
         return tile if fits else None
     found = fill_memory(tile, weight, processors, shared)
-    if found is None and tile.count_made(weight):
+    if found is None and tile.makes_scales(weight):
         found = fill_memory(evolve(tile, columns=tile.columns // 2), weight, processors, shared)
     return found
 
 
 def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
     """Return the bytes of what a program of one row has in shared memory beside words: the row, and scales."""
-    columns = tile.columns if tile.stages else weight.piece  # all scales, where words wait in registers
-    made = tile.count_made(weight) if tile.stages else int(weight.block_form.has_scale_of_word)
-    return 2 * weight.columns + tile.outputs * weight.pieces * (made * columns // 128) * _SCALES
+    made = tile.outputs * (weight.columns // 128) * _SCALES if tile.makes_scales(weight) else 0
+    return 2 * weight.columns + made
 
 
 def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None:
@@ -190,7 +186,7 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
     columns = weight.pieces * tile.columns
     words = 4 * columns // weight.block_form.block * 128
     levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
-    stage = tile.outputs // 8 * (words if tile.count_made(weight) else words + levels)
+    stage = tile.outputs // 8 * (words if tile.makes_scales(weight) else words + levels)
     room = (shared + _RESERVED) // programs - _RESERVED - _BARRIERS - count_whole_bytes(tile, weight)
     stages = room // stage
     steps = weight.piece // tile.columns
@@ -217,7 +213,7 @@ def multiply_row(
     grid = (count_parts(weight.outputs, tile.outputs),)
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
-        sizes["MADE"] = tile.count_made(weight)
+        sizes["MADE"] = tile.makes_scales(weight)
         described = _describe_weight(weight, tile, weight.pieces)
         whole = (weight.levels, x, out, weight.outputs)
         launch(hopper_packed_row.packed_row, grid, *described, *whole, LATE=is_late, **sizes, **options)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import torch
 from attrs import frozen
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import (
@@ -30,6 +32,17 @@ CODE_KINDS: Mapping[torch.dtype, int] = {
 }  # as `hopper_numbers` names them
 CODED_ROWS = {256}  # sizes of heads of which single rows attend to codes by a kernel of their own
 _MERGED = 1 << 14  # numbers of partials that a program of four warps has in registers
+
+
+class CodeConstants(TypedDict):
+    """The constants of `coded_rows.attend_coded_rows` alone."""
+
+    HEAD: int
+    UNIT: int
+    KINDS: tuple[int, int]
+    APART: int
+    LAYOUTS: tuple[gl.NVMMASharedLayout, ...]
+    AT_ONCE: int
 
 
 @frozen(eq=False)
@@ -78,16 +91,15 @@ class HopperSplits:
 
     def _attend_codes(self, kv: int, padded: int, key_tile: int) -> None:
         """Do what `attend_alone` does over rows of codes."""
-        group = 2 * key_tile
-        head, dtype = self.q.shape[2], self.q.dtype
-        blocks = (group, head), (key_tile, head), (ALONE_HEADS, head), (ALONE_HEADS, key_tile)
+        head = self.q.shape[2]
+        blocks = (2 * key_tile, head), (key_tile, head), (ALONE_HEADS, head), (ALONE_HEADS, key_tile)
         k_cache, v_cache = self.caches
-        own: dict[str, object] = {
+        own: CodeConstants = {
             "HEAD": head,
             "UNIT": key_tile,
             "KINDS": (CODE_KINDS[k_cache.dtype], CODE_KINDS[v_cache.dtype]),
             "APART": k_cache.stride(2) // 4,
-            "LAYOUTS": (*(shared_layout(block, dtype) for block in blocks), word_layout()),
+            "LAYOUTS": (*(shared_layout(block, self.q.dtype) for block in blocks), word_layout()),
             "AT_ONCE": self._merge_at_once(padded, 8),
         }
         words = [as_bytes(cache).view(torch.int32) for cache in self.caches]
@@ -106,7 +118,7 @@ class HopperSplits:
         return [describe_blocks(cache.view(-1, head), tile, width) for cache, width in pairs]
 
     def _launch(
-        self, kernel: object, heads: int, caches: Sequence[object], warps: int, own: Mapping[str, object]
+        self, kernel: object, heads: int, caches: Sequence[object], warps: int, own: Constants | CodeConstants
     ) -> None:
         """Launch a kernel. heads: key heads, or parts of them. caches: keys and values as the kernel takes them."""
         head = self.q.shape[2]

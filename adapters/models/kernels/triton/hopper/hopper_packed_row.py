@@ -55,24 +55,20 @@ def lines_of_scales(pieces, warps, rows, blocks):
 
 
 @gluon.jit
-def allocate_scales(BLOCKS: gl.constexpr, PIECES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Allocate shared memory for the scales of so many blocks of each piece."""
-    AT_ONCE: gl.constexpr = find_largest_power(BLOCKS)
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    return gl.allocate_shared_memory(gl.int32, [BLOCKS // AT_ONCE, AT_ONCE, PIECES, BLOCK_N, 4], LINES)
-
-
-@gluon.jit
 def make_scales(
-    levels_ptr, scales, n0, block, columns, EACH: gl.constexpr, FORM: gl.constexpr, num_warps: gl.constexpr
+    levels_ptr,
+    n0,
+    columns,
+    EACH: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    FORM: gl.constexpr,
+    num_warps: gl.constexpr,
 ):
-    """Compute the scales of rows from row n0 on and of blocks from number `block` of every piece on, as
-    `scales_of_words` makes them. They fill `scales`, see `allocate_scales`. EACH: blocks of a piece.
+    """Compute the scales of BLOCK_N rows from row n0 on, and return the shared memory `[blocks, pieces, rows, 4]` that
+    has them, as `scales_of_words` makes them. EACH: blocks of a piece.
     """
-    PARTS: gl.constexpr = scales.shape[0]
-    AT_ONCE: gl.constexpr = scales.shape[1]
-    PIECES: gl.constexpr = scales.shape[2]
-    BLOCK_N: gl.constexpr = scales.shape[3]
+    AT_ONCE: gl.constexpr = find_largest_power(EACH)
     ACROSS: gl.constexpr = min(PIECES, 4)  # pieces that a warp works at
     DOWN: gl.constexpr = min(num_warps, BLOCK_N // 8)
     BESIDE: gl.constexpr = min(num_warps // DOWN, PIECES // ACROSS)
@@ -83,14 +79,16 @@ def make_scales(
     PIECE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, MAKE)))
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, MAKE)))
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, MAKE)))
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     n = gl.minimum(n0 + gl.arange(0, BLOCK_N, layout=ROW)[None, None, :, None], columns - 1)
     c = gl.arange(0, 4, layout=WORD)[None, None, None, :]
     step = gl.arange(0, AT_ONCE, layout=STEP)[:, None, None, None]
     first = gl.arange(0, PIECES, layout=PIECE)[None, :, None, None] * EACH
-    for part in gl.static_range(PARTS):
-        at = gl.minimum(block + step + part * AT_ONCE, EACH - 1)  # behind a piece's last block nothing is read
-        levels = load_levels(levels_ptr, n, first + at, PIECES * EACH, False, FORM)
+    scales = gl.allocate_shared_memory(gl.int32, [EACH // AT_ONCE, AT_ONCE, PIECES, BLOCK_N, 4], LINES)
+    for part in gl.static_range(EACH // AT_ONCE):
+        levels = load_levels(levels_ptr, n, first + (step + part * AT_ONCE), PIECES * EACH, False, FORM)
         scales.index(part).store(scales_of_words(levels, c, find_power(n), FORM))
+    return scales
 
 
 @gluon.jit
@@ -127,22 +125,22 @@ def _fetch_row(
 @gluon.jit
 def _request(descriptors, rings, come, slot, row, step, MADE: gl.constexpr):
     """Load a step's words, and its levels unless scales are made of them apart."""
-    if MADE > 0:
+    if MADE:
         request_words(descriptors[0], rings[0], come, slot, row, step, True)
     else:
         request_weights(descriptors, rings, come, slot, row, step, True)
 
 
 @gluon.jit
-def _load_levels(ring, scales, slot, place, LEVELS: gl.constexpr, SCALES: gl.constexpr, MADE: gl.constexpr):
-    """Return the levels of a step, or the scales that were made of them. place: of the step in `scales`."""
-    return scales.index(place).load(SCALES) if MADE > 0 else ring.index(slot).load(LEVELS)
+def _load_levels(ring, scales, slot, step, LEVELS: gl.constexpr, SCALES: gl.constexpr, MADE: gl.constexpr):
+    """Return the levels of a step, or the scales that were made of them."""
+    return scales.index(step).load(SCALES) if MADE else ring.index(slot).load(LEVELS)
 
 
 @gluon.jit
 def _take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, MADE: gl.constexpr):
     """Return the weights of a step, as `take_weights` does. levels: see `_load_levels`."""
-    if MADE > 0:
+    if MADE:
         found = take_weights_with(lines, levels, dtype, FORM)
     else:
         found = take_weights(lines, levels, row, dtype, FORM, FORM.has_scale_of_word)
@@ -171,9 +169,8 @@ def packed_row(
     whose words memory holds. LATE: the next kernel may start only when all programs have waited for those before, so
     that it may run at the same time; see `hopper_products.linear_ahead`.
 
-    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. MADE: steps
-    whose scales memory holds, of a form that `has_scale_of_word`. They are made of levels_ptr, those of the first steps
-    before the row comes. 0: levels come with words, and scales are made in registers.
+    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. MADE: scales
+    are made of levels_ptr before the row comes, of a form that `has_scale_of_word`. Otherwise levels come with words.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
@@ -187,11 +184,10 @@ def packed_row(
     RECORDS: gl.constexpr = levels_desc.block_type.shape[2]
     LEVELS: gl.constexpr = lines_of_levels(PIECES, num_warps, BLOCK_N, RECORDS, levels_desc.block_type.shape[3])
     SCALES: gl.constexpr = lines_of_scales(PIECES, num_warps, BLOCK_N, BLOCKS)
-    IN_PARTS: gl.constexpr = MADE > 0 and MADE < STEPS
     n0 = gl.program_id(0) * BLOCK_N
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
     rings = (w_ring, w_ring)
-    if MADE == 0:
+    if not MADE:
         l_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
         rings = (w_ring, l_ring)
     descriptors = (words_desc, levels_desc)
@@ -203,12 +199,10 @@ def packed_row(
         _request(descriptors, rings, come, at, n0 // 8, at, MADE)
     start_next(PDL and not LATE)
     scales = 0  # never read where levels come with words
-    made = 0
-    if MADE > 0:
-        made = allocate_scales(MADE * BLOCKS, PIECES, BLOCK_N)
-        make_scales(levels_ptr, made, n0, 0, columns, STEPS * BLOCKS, FORM, num_warps)
+    if MADE:
+        made = make_scales(levels_ptr, n0, columns, STEPS * BLOCKS, PIECES, BLOCK_N, FORM, num_warps)
         LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-        scales = made._reinterpret(gl.int32, [MADE, BLOCKS, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
+        scales = made._reinterpret(gl.int32, [STEPS, BLOCKS, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
     if PDL:
         gdc_wait()
     start_next(PDL and LATE)
@@ -216,16 +210,10 @@ def packed_row(
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
     slot = 0
     turn = 0
-    place = 0
     for step in range(STEPS):
-        if IN_PARTS:  # noqa: SIM102 - a constant
-            if place == MADE:
-                program_barrier()  # all warps have read the scales
-                make_scales(levels_ptr, made, n0, step * BLOCKS, columns, STEPS * BLOCKS, FORM, num_warps)
-                place = 0
         mbarrier.wait(come.index(slot), turn)
         lines = w_ring.index(slot).load(WORDS)
-        levels = _load_levels(rings[1], scales, slot, place, LEVELS, SCALES, MADE)
+        levels = _load_levels(rings[1], scales, slot, step, LEVELS, SCALES, MADE)
         if step + STAGES < STEPS:
             program_barrier()  # all warps have this step in registers: its memory is free
             _request(descriptors, rings, come, slot, n0 // 8, step + STAGES, MADE)
@@ -235,6 +223,5 @@ def packed_row(
         acc = mma_v2(w, right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-        place += 1
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, 0, 1, columns, 0, dtype, GATED)

@@ -15,11 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.hopper_packed_row import (
-    allocate_scales,
-    find_largest_power,
-    make_scales,
-)
+from adapters.models.kernels.triton.hopper.hopper_packed_row import find_largest_power, make_scales
 from adapters.models.kernels.triton.packed import (
     add_pieces,
     lanes_of,
@@ -125,8 +121,7 @@ def packed_row_registers(
         gdc_launch_dependents()
     scales = 0  # never read where levels come with words
     if FORM.has_scale_of_word:
-        made = allocate_scales(EACH, PIECES, BLOCK_N)
-        make_scales(levels_ptr, made, n0, 0, columns, EACH, FORM, num_warps)
+        made = make_scales(levels_ptr, n0, columns, EACH, PIECES, BLOCK_N, FORM, num_warps)
         LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         scales = made._reinterpret(gl.int32, [EACH, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
     if PDL:
