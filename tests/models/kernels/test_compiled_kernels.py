@@ -73,6 +73,10 @@ BODIES = {
         for name in ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int4")
         for head in (64, 128, 256)
     },
+    **{
+        f"attention of one row, {name}, heads of 256": compiled.attend(256, 1, rows=read_row_types(name, BF16), group=6)
+        for name in ("int8", "int4")
+    },
     "attention over pages": compiled.attend(128, 4, 64, paged=True),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),

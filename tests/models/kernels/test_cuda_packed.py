@@ -196,6 +196,18 @@ def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
     )
 
 
+@pytest.mark.parametrize(("outputs", "columns"), [(34_816, 5120), (16_384, 5120), (14_336, 5120)], ids=str)
+def test_one_row_of_a_large_weight_has_the_bits_of_many_rows(kernels, outputs, columns):
+    """Scales are made before the row comes: of all steps, of some of them at a time, or of none."""
+    halves = tuple(random_matrix((outputs // 2, columns), Q4_K, name, DEVICE) for name in ("gate", "up"))
+    one, two = kernels.pack(stack_of(*halves)), kernels.pack_gated(stack_of(*halves))
+    x = inputs(80, columns)
+    expected, gated = kernels.linear(x, one), kernels.gated_linear(x, two)
+    for row in (0, 7, 79):
+        assert same_bits(kernels.linear(x[row : row + 1].contiguous(), one), expected[row : row + 1])
+        assert same_bits(kernels.gated_linear(x[row : row + 1].contiguous(), two), gated[row : row + 1])
+
+
 CONFIG = Qwen3Config(4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, tie_word_embeddings=True)
 HYBRID = hybrids.config((2, 4, 64, 64), 4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, kinds="lfl", rotated=16)
 BUCKETS = (4, 16, 64, 512)

@@ -8,19 +8,22 @@ import torch
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families import llama, qwen2, qwen3
-from adapters.models.kernels.formats.row_format import LIMITS, RowFormat
+from adapters.models.kernels.formats.row_format import LIMITS, RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
+from effects.ids import PAGE
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
 
 triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
+triton_splits = pytest.importorskip("adapters.models.kernels.cuda.split_attention")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -105,3 +108,33 @@ def test_the_numerics_probe_proves_every_bucket():
     )
     assert not found.failures
     assert found.mode == "buckets"
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("starts", [(0,), (255,), (256,), (4000,), (40_000,), (300, 2058, 511, 9000)], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_single_rows_attend_to_codes_with_the_bits_of_other_steps(monkeypatch, name, starts, window):
+    """Rows of several slots, in pages that lie anywhere. The kernel for single rows gives what the plain one gives."""
+    heads, kv, head, count = 24, 4, 256, len(starts)
+    kernels = triton_cuda.TritonKernels(DEVICE)
+    layout = RowLayout(read_row_types(name, torch.bfloat16), head)
+    pages = max(starts) // PAGE + 1
+    memory = torch.zeros(len(layout.parts), count * pages, kv, PAGE, layout.width, dtype=layout.dtype, device=DEVICE)
+    caches = layout.open_parts(tuple(memory))
+    some = make_generator(len(name))
+    for cache, form in zip(caches, (layout.types.keys, layout.types.values), strict=True):
+        rows = torch.randn(8, kv, PAGE, head, generator=some).bfloat16()
+        codes = form.encode(rows).view(torch.uint8).to(DEVICE)
+        for page in range(0, len(cache), 8):
+            cache[page : page + 8].view(torch.uint8).copy_(codes[: len(cache) - page])
+    table = torch.randperm(count * pages, generator=some).to(DEVICE, torch.int32).view(count, -1)
+    batch = Batch(count, DEVICE, pages=table)
+    batch.load(Step(tuple(Segment(slot, start, 1) for slot, start in enumerate(starts)), count), [0] * count)
+    q = torch.randn(count, heads, head, generator=some).bfloat16().to(DEVICE)
+    found = []
+    for served in (triton_splits.CODED_ROWS, set[int]()):
+        monkeypatch.setattr("adapters.models.kernels.cuda.attention.CODED_ROWS", served)
+        kernels.prepare_step(batch)
+        found.append(kernels.attend(q, *caches, batch, AttentionRule(window=window)))
+    assert found[0].isfinite().all()
+    assert same_bits(*found)

@@ -148,11 +148,13 @@ def test_one_row_is_multiplied_with_its_numbers(monkeypatch, layout: StepLayout,
     packed, numbers = pack(layout, 24, 4096)
     x = make_x(1, packed.columns)
     expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-    for stages, columns in ((2, 128), (64, 128), (0, 128), (0, 512)):
-        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80)
+    sizes = ((2, 128), (64, 128), (0, 128), (0, 512))
+    tiles = [triton_ahead.AheadTile(16, columns, stages, 8, 80) for stages, columns in sizes]
+    tiles += [triton_ahead.MANY_CHAINS] if packed.pieces == 1 else []
+    for tile in tiles:
         out = torch.full((1, 24), float("nan"), dtype=BF16)
         triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True)
-        assert torch.equal(out, expected), (stages, columns)
+        assert torch.equal(out, expected), tile
 
 
 def make_weight(name: str, outputs: int, columns: int) -> Any:
@@ -173,7 +175,9 @@ CHOSEN = {  # outputs, columns, then rows and columns of a tile, and whether its
         (5120, 17408, (16, 128, True)),
         (24576, 4096, (64, 512, False)),
         (24576, 5120, (64, 256, False)),
-        (34816, 5120, (64, 256, False)),
+        (34816, 5120, (32, 256, False)),  # nine programs at a time
+        (16384, 5120, (64, 256, False)),
+        (14336, 5120, (16, 128, False)),
         (24576, 8192, None),
         (8192, 28672, None),  # scales of a program and a row take more than half of a processor's memory
     ),
@@ -209,14 +213,15 @@ def test_a_row_is_copied_whole_where_a_piece_has_three_times_a_power_of_two_bloc
 
 @pytest.mark.parametrize("name", ["Q4_K", "AWQ"])
 def test_a_piece_of_five_blocks_is_multiplied_block_after_block(name: str) -> None:
+    """Scales are made of all steps before the row comes, or step by step."""
     packed, numbers = pack(LAYOUTS[name], 16, 5120)
     x = make_x(1, packed.columns)
     expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-    for columns, stages in ((128, 0), (640, 0), (128, 2), (128, 5)):
+    for columns, stages, makes in ((128, 0, True), (640, 0, True), (128, 2, True), (128, 2, False), (128, 5, True)):
         out = torch.full((1, 16), float("nan"), dtype=BF16)
-        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80)
+        tile = triton_ahead.AheadTile(16, columns, stages, 8, 80, makes=makes)
         triton_ahead.multiply_row(x, packed, out, tile, gated=0, pdl=True, is_late=stages > 2)
-        assert torch.equal(out, expected), (columns, stages)
+        assert torch.equal(out, expected), (columns, stages, makes)
 
 
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)

@@ -13,7 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cuda.chains.chain_choice import CODE_KINDS, choose_chain
+from adapters.models.kernels.cuda.chains.chain_choice import choose_chain
 from adapters.models.kernels.cuda.descriptors import (
     AttentionArguments,
     CacheArguments,
@@ -24,7 +24,7 @@ from adapters.models.kernels.cuda.descriptors import (
     page_size,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
-from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, HopperSplits
+from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, CODE_KINDS, CODED_ROWS, HopperSplits
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
@@ -32,9 +32,11 @@ from adapters.models.kernels.cuda.tiles import (
     CHAIN_AHEAD,
     CODED_AHEAD,
     ROWS_AHEAD,
+    SPLIT,
     choose_tiles,
     count_parts,
     count_shares,
+    count_splits,
     round_up_to_power,
 )
 from adapters.models.kernels.formats.row_format import format_of
@@ -45,16 +47,9 @@ from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton_launch import launch
 
-SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-
-
-def count_splits(capacity: int, window: int, rows: int) -> int:
-    """Return how many splits a tile of up to `rows` rows has at most. window: see `AttentionRule`."""
-    every = count_parts(capacity, SPLIT)
-    return min(every, (window + rows - 2) // SPLIT + 2) if window else every
 
 
 @define(eq=False)
@@ -106,16 +101,17 @@ class CudaAttention:
         is_usual = share == 1 and not (rule.cap or rule.latent)
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
-        ahead = not chained and is_usual and self._can_run_ahead(q, k_cache, AHEAD)
-        alone = ahead and batch.plan.merges and padded <= ALONE_HEADS and head in ROWS_AHEAD
+        can_split = is_usual and not chained
+        alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
+        ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
         if ahead:
             of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
-        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT}
-        shape["PAGE"] = page_size(k_cache, batch)
+        page = page_size(k_cache, batch)
+        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT, "PAGE": page}
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}
@@ -127,21 +123,20 @@ class CudaAttention:
             return self._finish(out, head, v_cache)
         acc, sums = self._scratch(heads, splits, size)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
-        merged = ahead and batch.plan.merges
         if ahead:
             tables = ((acc, sums, self._partial_counts(kv)), out, sinks, (capacity, splits), shape | joins)
             own = HopperSplits(q, (k_cache, v_cache), tiles, pages, *tables, scale, self.processors, self.pdl)
             if alone:
                 own.attend_alone(kv, padded, key_tile)
             else:
-                own.attend(kv, padded, key_tile, merges=merged)
+                own.attend(kv, padded, key_tile, merges=batch.plan.merges)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             programs = min(limit * splits * kv, 2 * self.processors)
             assert programs >= kv
             to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
-        if not merged:
+        if not (ahead and batch.plan.merges):
             self._merge((acc, sums, batch.positions, out, sinks, splits), joins | {"AT_ONCE": 16 if size <= 128 else 8})
         return self._finish(out, head, v_cache)
 
@@ -153,14 +148,20 @@ class CudaAttention:
         """Merge partials, by a program for each row's head."""
         bucket, heads, size = given[3].shape
         options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **launch_options(1, self.pdl)}
-        options |= {"enable_fp_fusion": False}
-        options["maxnreg"] = 168  # one warp, and all its loads in flight: the compiler would trade them for occupancy
+        options |= {"enable_fp_fusion": False, "maxnreg": 168}  # for all loads of a warp: fewer would be chosen
         launch(attention.merge, (bucket, heads), *given, **options)
 
     def _can_run_ahead(self, q: Tensor, k_cache: Tensor, heads: Collection[int]) -> bool:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
+
+    def _can_be_alone(self, q: Tensor, *caches: Tensor) -> bool:
+        """Return whether a kernel of Hopper's serves rows that are alone in their slots."""
+        if caches[0].dtype in CODE_KINDS:
+            is_served = q.shape[2] in CODED_ROWS and q.dtype == torch.bfloat16
+            return self.hopper and is_served and caches[0].dtype is caches[1].dtype
+        return self._can_run_ahead(q, caches[0], ROWS_AHEAD)
 
     def _can_chain_ahead(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves chains of such rows: numbers, or codes that it can unpack."""

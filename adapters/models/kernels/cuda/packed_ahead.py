@@ -36,9 +36,8 @@ _SHARED_ROWS = {"uint4": 512}  # the fewest of a chain for which it is quicker t
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
-_MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
-_BARRIERS = 1 << 10  # bytes of barriers, at most
+_BARRIERS = 1 << 8  # bytes of barriers, at most
 _SCALES = 16  # bytes of the scales of the four words of a row of a block
 _WORDS = gl.NVMMASharedLayout(128, 32, 4)
 _LEVELS = gl.NVMMASharedLayout(32, 32, 5)
@@ -49,6 +48,9 @@ class AheadTile:
     """Rows of the weight that a program has, columns of a step, steps that shared memory holds, and warps.
 
     stages: 0: words of one step wait in registers instead, of products of one row. registers: the most of a thread.
+    programs: that a processor has at a time, at most, of products of one row. makes: scales are made before the row
+    comes, where each word has one; otherwise levels come with words. fills: memory holds as many more steps as it has
+    room for; otherwise it is left to programs of the kernels around.
     """
 
     outputs: int
@@ -56,6 +58,16 @@ class AheadTile:
     stages: int
     warps: int
     registers: int
+    programs: int = 3
+    makes: bool = True
+    fills: bool = True
+
+    def makes_scales(self, weight: CudaPackedMatrix) -> bool:
+        return self.makes and weight.block_form.has_scale_of_word
+
+    def count_rounds(self, weight: CudaPackedMatrix, processors: int) -> int:
+        """Return how often a processor has as many programs as it can at a time."""
+        return count_parts(weight.outputs, self.outputs * self.programs * processors)
 
 
 FOUR_WARPS = AheadTile(64, 512, 2, 4, 128)
@@ -91,6 +103,12 @@ ROW_CHAINS = {
     "uint4": AheadTile(64, 512, 2, 4, 168),
 }
 ROW_PIECES = AheadTile(16, 128, 2, 8, 80)
+# Where each word has a scale (decision 072): chains of up to two programs of a processor, and of more than three, and
+# pieces of up to three programs, and of more.
+FEW_CHAINS = AheadTile(64, 256, 4, 4, 80, programs=2, fills=False)
+MANY_CHAINS = AheadTile(32, 256, 2, 2, 96, programs=9, makes=False)
+FEW_PIECES = AheadTile(16, 128, 4, 8, 64, fills=False)
+MANY_SCALED_PIECES = AheadTile(16, 128, 2, 8, 64, programs=5)
 LONG_PIECES = {"int8": AheadTile(16, 256, 2, 8, 168)}
 MANY_PIECES = {"e4m3": AheadTile(16, 256, 2, 8, 80)}  # of weights for which a processor has three programs at a time
 _LONG = 1024  # columns of a long piece
@@ -111,20 +129,17 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
     if tile is None or weight.columns != weight.pieces * weight.piece or weight.piece % tile.columns:
         return None
     if tile.stages == 0:
-        programs = 2 if tile.registers > ROW_PIECES.registers else _MOST_PROGRAMS
-        fits = programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
+        fits = tile.programs * (count_whole_bytes(tile, weight) + _RESERVED) <= shared + _RESERVED
         return tile if fits else None
     found = fill_memory(tile, weight, processors, shared)
-    if found is None and weight.block_form.has_scale_of_word:
+    if found is None and tile.makes_scales(weight):
         found = fill_memory(evolve(tile, columns=tile.columns // 2), weight, processors, shared)
     return found
 
 
 def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
-    """Return the bytes of what a program of one row has whole in shared memory: the row, and scales that are made
-    before it comes.
-    """
-    made = tile.outputs * (weight.columns // 128) * _SCALES if weight.block_form.has_scale_of_word else 0
+    """Return the bytes of what a program of one row has in shared memory beside words: the row, and scales."""
+    made = tile.outputs * (weight.columns // 128) * _SCALES if tile.makes_scales(weight) else 0
     return 2 * weight.columns + made
 
 
@@ -132,8 +147,13 @@ def _choose_chain(weight: CudaPackedMatrix, processors: int) -> AheadTile | None
     """None: there are more rounds of programs, which keep memory busy by themselves."""
     steps = weight.layout.steps
     tile = ROW_CHAINS[steps]
-    programs = count_parts(weight.outputs, tile.outputs)
-    return tile if programs <= _ROUNDS.get(steps, 1) * _MOST_PROGRAMS * processors else None
+    rounds = tile.count_rounds(weight, processors)
+    if weight.block_form.has_scale_of_word:
+        if FEW_CHAINS.count_rounds(weight, processors) == 1:
+            return FEW_CHAINS
+        if rounds > 1:
+            return MANY_CHAINS if MANY_CHAINS.count_rounds(weight, processors) == 1 else None
+    return tile if rounds <= _ROUNDS.get(steps, 1) else None
 
 
 def _choose_pieces(weight: CudaPackedMatrix, processors: int) -> AheadTile:
@@ -147,10 +167,14 @@ def _choose_pieces(weight: CudaPackedMatrix, processors: int) -> AheadTile:
         found = LONG_PIECES if weight.piece >= _LONG else MANY_PIECES if is_many else {}
         return found.get(steps, ROW_PIECES)
     if not is_many:
-        return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128)
+        return AheadTile(rows, 512 if weight.piece == 512 else 256, 0, 8, 128, programs=2)
     if weight.piece <= _SHORT:
         return AheadTile(rows, 256, 0, 8, 80)
-    return ROW_PIECES if weight.piece < _LONG else AheadTile(rows, 128, 0, 8, 80)
+    if weight.piece >= _LONG:
+        return AheadTile(rows, 128, 0, 8, 80)
+    if not weight.block_form.has_scale_of_word:
+        return ROW_PIECES
+    return FEW_PIECES if FEW_PIECES.count_rounds(weight, processors) == 1 else MANY_SCALED_PIECES
 
 
 def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shared: int) -> AheadTile | None:
@@ -158,15 +182,16 @@ def fill_memory(tile: AheadTile, weight: CudaPackedMatrix, processors: int, shar
 
     A processor has as many programs at a time as it takes to have all of them at once.
     """
-    programs = min(_MOST_PROGRAMS, count_parts(count_parts(weight.outputs, tile.outputs), processors))
+    programs = min(tile.programs, count_parts(count_parts(weight.outputs, tile.outputs), processors))
     columns = weight.pieces * tile.columns
     words = 4 * columns // weight.block_form.block * 128
     levels = columns // 128 * round_up_to_power(weight.levels.shape[2]) * 32
-    stage = tile.outputs // 8 * (words if weight.block_form.has_scale_of_word else words + levels)
+    stage = tile.outputs // 8 * (words if tile.makes_scales(weight) else words + levels)
     room = (shared + _RESERVED) // programs - _RESERVED - _BARRIERS - count_whole_bytes(tile, weight)
     stages = room // stage
     steps = weight.piece // tile.columns
-    return evolve(tile, stages=min(steps, stages)) if stages >= tile.stages else None
+    most = steps if tile.fills else min(steps, tile.stages)
+    return evolve(tile, stages=min(most, stages)) if stages >= tile.stages else None
 
 
 def multiply_row(
@@ -188,6 +213,7 @@ def multiply_row(
     grid = (count_parts(weight.outputs, tile.outputs),)
     if tile.stages > 0:
         sizes = {"STEPS": weight.piece // tile.columns, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        sizes["MADE"] = tile.makes_scales(weight)
         described = _describe_weight(weight, tile, weight.pieces)
         whole = (weight.levels, x, out, weight.outputs)
         launch(hopper_packed_row.packed_row, grid, *described, *whole, LATE=is_late, **sizes, **options)

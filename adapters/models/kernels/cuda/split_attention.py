@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+import torch
 from attrs import frozen
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from adapters.models.kernels.cuda.descriptors import Constants, describe_blocks, launch_options, shared_layout
+from adapters.models.kernels.cuda.descriptors import (
+    Constants,
+    describe_blocks,
+    launch_options,
+    shared_layout,
+    word_layout,
+)
 from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS_AHEAD
+from adapters.models.kernels.formats.row_format import INT4, as_bytes
 from adapters.models.kernels.triton.hopper import hopper_attention, hopper_rows
+from adapters.models.kernels.triton.hopper.codes import coded_rows
 from adapters.models.kernels.triton_launch import launch
 
 ALONE_HEADS = 8  # of a key head, at most, that are the short side of a product
+CODE_KINDS: Mapping[torch.dtype, int] = {
+    torch.int8: 1,
+    torch.float8_e4m3fn: 2,
+    INT4: 4,
+}  # as `hopper_numbers` names them
+CODED_ROWS = {256}  # sizes of heads of which single rows attend to codes by a kernel of their own
 _MERGED = 1 << 14  # numbers of partials that a program of four warps has in registers
+
+
+class CodeConstants(TypedDict):
+    """The constants of `coded_rows.attend_coded_rows` alone."""
+
+    HEAD: int
+    UNIT: int
+    KINDS: tuple[int, int]
+    APART: int
+    LAYOUTS: tuple[gl.NVMMASharedLayout, ...]
+    AT_ONCE: int
 
 
 @frozen(eq=False)
@@ -41,18 +72,38 @@ class HopperSplits:
         widths = (head, head // parts)
         warps = 8 if head == 256 else 4
         own = {**AHEAD[head], "AT_ONCE": self._merge_at_once(padded, warps) if merges else 0}
-        self._launch(hopper_attention.attend_splits_ahead, kv * parts, (key_tile, widths, warps), own)
+        described = self._describe_caches(key_tile, widths)
+        self._launch(hopper_attention.attend_splits_ahead, kv * parts, described, warps, own)
 
     def attend_alone(self, kv: int, padded: int, key_tile: int) -> None:
         """Attend with tiles of one row, and merge its partials. padded: up to `ALONE_HEADS`."""
         head = self.q.shape[2]
+        if self.caches[0].dtype in CODE_KINDS:
+            self._attend_codes(kv, padded, key_tile)
+            return
         own = {
             "RING": ROWS_AHEAD[head],
             "UNIT": key_tile,
             "P_LAYOUT": shared_layout((ALONE_HEADS, key_tile), self.q.dtype),
             "AT_ONCE": self._merge_at_once(padded, 4),
         }
-        self._launch(hopper_rows.attend_rows_ahead, kv, (KV_TILE, (head, head), 4), own)
+        self._launch(hopper_rows.attend_rows_ahead, kv, self._describe_caches(KV_TILE, (head, head)), 4, own)
+
+    def _attend_codes(self, kv: int, padded: int, key_tile: int) -> None:
+        """Do what `attend_alone` does over rows of codes."""
+        head = self.q.shape[2]
+        blocks = (2 * key_tile, head), (key_tile, head), (ALONE_HEADS, head), (ALONE_HEADS, key_tile)
+        k_cache, v_cache = self.caches
+        own: CodeConstants = {
+            "HEAD": head,
+            "UNIT": key_tile,
+            "KINDS": (CODE_KINDS[k_cache.dtype], CODE_KINDS[v_cache.dtype]),
+            "APART": k_cache.stride(2) // 4,
+            "LAYOUTS": (*(shared_layout(block, self.q.dtype) for block in blocks), word_layout()),
+            "AT_ONCE": self._merge_at_once(padded, 8),
+        }
+        words = [as_bytes(cache).view(torch.int32) for cache in self.caches]
+        self._launch(coded_rows.attend_coded_rows, kv, words, 8, own)
 
     def _merge_at_once(self, padded: int, warps: int) -> int:
         """Return how many partials of a key head are merged together."""
@@ -60,11 +111,16 @@ class HopperSplits:
         most = 16 if head <= 128 else 8
         return min(most, max(1, _MERGED * warps // 4 // (padded * max(128, head))))
 
-    def _launch(self, kernel: object, heads: int, block: tuple[int, tuple[int, int], int], own: Constants) -> None:
-        """Launch a kernel. heads: key heads, or parts of them. block: keys of a tile, its columns of keys and of
-        values, and warps.
-        """
-        tile, widths, warps = block
+    def _describe_caches(self, tile: int, widths: tuple[int, int]) -> list[TensorDescriptor]:
+        """Return descriptors of keys and values. tile: keys of a block. widths: its columns of each."""
+        head = self.q.shape[2]
+        pairs = zip(self.caches, widths, strict=True)
+        return [describe_blocks(cache.view(-1, head), tile, width) for cache, width in pairs]
+
+    def _launch(
+        self, kernel: object, heads: int, caches: Sequence[object], warps: int, own: Constants | CodeConstants
+    ) -> None:
+        """Launch a kernel. heads: key heads, or parts of them. caches: keys and values as the kernel takes them."""
         head = self.q.shape[2]
         capacity, splits = self.sizes
         limit = len(self.tiles)
@@ -72,14 +128,11 @@ class HopperSplits:
         # While one program of a processor computes, the rows of the other one come.
         programs = min(limit * splits * heads, self.processors * (1 if head > 128 else 2))
         assert programs >= heads
-        described = [
-            describe_blocks(cache.view(-1, head), tile, width) for cache, width in zip(self.caches, widths, strict=True)
-        ]
         launch(
             kernel,
             (programs,),
             self.q,
-            *described,
+            *caches,
             self.tiles,
             acc,
             sums,

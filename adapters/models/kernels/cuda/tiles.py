@@ -17,6 +17,7 @@ from adapters.models.kernels.interfaces.layer_interface import NARROW
 H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)
 KV_TILE = 64  # keys of a tile of attention
+SPLIT = 256  # keys of a split of attention
 _ALIGNED = 16  # a number that the compiler knows to be a multiple of this many
 FEW_PAIRS = 8  # of a row and an expert, in a tile that has as many or fewer
 _NARROW_PAIRS = 64  # all pairs of a product whose tiles do not fill the device unless they are narrow
@@ -60,6 +61,12 @@ def choose_tiles(q: Tensor) -> tuple[int, int]:
 def count_parts(count: int, size: int) -> int:
     """Return how many parts of `size` cover `count`. Triton's `cdiv` does the same but takes microseconds."""
     return -(-count // size)
+
+
+def count_splits(capacity: int, window: int, rows: int) -> int:
+    """Return how many splits a tile of up to `rows` rows has at most. window: see `AttentionRule`."""
+    every = count_parts(capacity, SPLIT)
+    return min(every, (window + rows - 2) // SPLIT + 2) if window else every
 
 
 def count_shares(group: int, tile: int) -> int:

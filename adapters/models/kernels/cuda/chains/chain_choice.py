@@ -11,13 +11,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, shared_layout, word_layout
+from adapters.models.kernels.cuda.split_attention import CODE_KINDS
 from adapters.models.kernels.cuda.tiles import CHAIN_AHEAD, CODED_AHEAD, KV_TILE, PLAIN_CHAIN
-from adapters.models.kernels.formats.row_format import INT4, as_bytes, format_of
+from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.triton.hopper import hopper_chain, hopper_codes
 from adapters.models.kernels.triton.hopper.chains import plain_chain
-
-CODE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 4}  # as `hopper_numbers` names them
 
 
 @frozen

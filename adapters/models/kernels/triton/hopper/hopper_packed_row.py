@@ -123,27 +123,27 @@ def _fetch_row(
 
 
 @gluon.jit
-def _request(descriptors, rings, come, slot, row, step, FORM: gl.constexpr):
-    """Load a step's words, and its levels unless scales are made of them before."""
-    if FORM.has_scale_of_word:
+def _request(descriptors, rings, come, slot, row, step, MADE: gl.constexpr):
+    """Load a step's words, and its levels unless scales are made of them apart."""
+    if MADE:
         request_words(descriptors[0], rings[0], come, slot, row, step, True)
     else:
         request_weights(descriptors, rings, come, slot, row, step, True)
 
 
 @gluon.jit
-def _load_levels(ring, scales, slot, step, LEVELS: gl.constexpr, SCALES: gl.constexpr, FORM: gl.constexpr):
+def _load_levels(ring, scales, slot, step, LEVELS: gl.constexpr, SCALES: gl.constexpr, MADE: gl.constexpr):
     """Return the levels of a step, or the scales that were made of them."""
-    return scales.index(step).load(SCALES) if FORM.has_scale_of_word else ring.index(slot).load(LEVELS)
+    return scales.index(step).load(SCALES) if MADE else ring.index(slot).load(LEVELS)
 
 
 @gluon.jit
-def _take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
+def _take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, MADE: gl.constexpr):
     """Return the weights of a step, as `take_weights` does. levels: see `_load_levels`."""
-    if FORM.has_scale_of_word:
+    if MADE:
         found = take_weights_with(lines, levels, dtype, FORM)
     else:
-        found = take_weights(lines, levels, row, dtype, FORM)
+        found = take_weights(lines, levels, row, dtype, FORM, FORM.has_scale_of_word)
     return found
 
 
@@ -158,6 +158,7 @@ def packed_row(
     STEPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    MADE: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     LATE: gl.constexpr,
@@ -168,15 +169,14 @@ def packed_row(
     whose words memory holds. LATE: the next kernel may start only when all programs have waited for those before, so
     that it may run at the same time; see `hopper_products.linear_ahead`.
 
-    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. Where a form
-    `has_scale_of_word`, scales are made of levels_ptr before the row comes, and no levels come with words.
+    words_desc, levels_desc: as `packed_ahead` has them. Their boxes say how many rows of w a program has. MADE: scales
+    are made of levels_ptr before the row comes, of a form that `has_scale_of_word`. Otherwise levels come with words.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 8
     PIECES: gl.constexpr = words_desc.block_type.shape[1]
     BLOCKS: gl.constexpr = words_desc.block_type.shape[2] // 4
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 8
-    MADE: gl.constexpr = FORM.has_scale_of_word
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -196,7 +196,7 @@ def packed_row(
         mbarrier.init(come.index(at), count=1)
     program_barrier()
     for at in gl.static_range(STAGES):
-        _request(descriptors, rings, come, at, n0 // 8, at, FORM)
+        _request(descriptors, rings, come, at, n0 // 8, at, MADE)
     start_next(PDL and not LATE)
     scales = 0  # never read where levels come with words
     if MADE:
@@ -213,13 +213,13 @@ def packed_row(
     for step in range(STEPS):
         mbarrier.wait(come.index(slot), turn)
         lines = w_ring.index(slot).load(WORDS)
-        levels = _load_levels(rings[1], scales, slot, step, LEVELS, SCALES, FORM)
+        levels = _load_levels(rings[1], scales, slot, step, LEVELS, SCALES, MADE)
         if step + STAGES < STEPS:
             program_barrier()  # all warps have this step in registers: its memory is free
-            _request(descriptors, rings, come, slot, n0 // 8, step + STAGES, FORM)
+            _request(descriptors, rings, come, slot, n0 // 8, step + STAGES, MADE)
         columns_of_x = row.index(step).load(gl.SliceLayout(2, RIGHT))
         right = columns_of_x[:, :, None].broadcast_to([PIECES, COLUMNS, BLOCK_M])
-        w = gl.convert_layout(_take_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
+        w = gl.convert_layout(_take_weights(lines, levels, n0, dtype, FORM, MADE), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)

@@ -37,12 +37,12 @@ from adapters.models.kernels.triton.hopper.hopper_ring import make_ring
 
 
 @gluon.constexpr_function
-def _lines(rows, keys, turned):
+def _lines(rows, keys, turned, warps=4):
     """Return how threads share scores `[rows, keys]`, or `[keys, rows]`: as a product's, and each warp has all."""
     registers = [[0, 1]] + [[0, 8 << bit] for bit in range((keys // 8 - 1).bit_length())]
     registers += [[8 << bit, 0] for bit in range((rows // 8 - 1).bit_length())]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    across = [[0, 0], [0, 0]]
+    across = [[0, 0]] * (warps.bit_length() - 1)
     shape = [rows, keys]
     if turned:
         registers, lanes, across = ([[k, r] for r, k in bases] for bases in (registers, lanes, across))
