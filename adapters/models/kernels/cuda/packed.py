@@ -126,6 +126,7 @@ class CudaPacking:
     converts_e4m3: bool
     hopper: bool
     _scratch: Tensor | None = field(init=False, default=None)
+    _parts: packed_ahead.PartScratch | None = field(init=False, default=None)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
         """Return the packed stack, or None where it is to be unpacked. plain: packs a part that is not packed."""
@@ -161,6 +162,8 @@ class CudaPacking:
             return None
         if self._scratch is None:
             self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+        if self._parts is None and self.hopper:
+            self._parts = packed_ahead.PartScratch.allocate(FEW, PIECES, self.device)
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
@@ -191,6 +194,9 @@ class CudaPacking:
             return is_late
         if self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
             packed_ahead.multiply_ahead(x, part, out, gated=gated, pdl=self.pdl)
+        elif self.hopper and packed_ahead.has_parts(len(x), x.dtype):
+            assert self._parts is not None
+            packed_ahead.multiply_parts(x, part, out, self._parts, gated=gated, pdl=self.pdl)
         elif len(x) <= NARROW_PACKED:
             narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
             multiply_narrow(x, part, out, narrow, gated=gated, pdl=self.pdl)

@@ -15,6 +15,7 @@ from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_opt
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.triton.hopper import (
     hopper_packed,
+    hopper_packed_parts,
     hopper_packed_row,
     hopper_packed_shared,
     hopper_packed_wide,
@@ -35,6 +36,11 @@ _PACKED_BYTES = 20 << 10  # of shared memory for their words and levels
 _SHARED_ROWS = {"uint4": 512}  # the fewest of a chain for which it is quicker to unpack to shared memory (decision 064)
 _WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
 _WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
+_TALL = 64  # rows of the weight of a program with one piece
+_FEWEST_ROWS = 16  # of x of such a program
+MOST_PART_ROWS = 64  # and the most
+_PART_STAGES = 4  # blocks of x in shared memory
+_PART_REGISTERS = 168
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
@@ -56,6 +62,24 @@ class AheadTile:
     stages: int
     warps: int
     registers: int
+
+
+@frozen(eq=False)
+class PartScratch:
+    """The sums of pieces that programs of one product share, and for each of its tiles how many have been written.
+
+    sums: float32. left: int32, zeros between two products.
+    """
+
+    sums: Tensor
+    left: Tensor
+
+    @classmethod
+    def allocate(cls, outputs: int, pieces: int, device: torch.device) -> PartScratch:
+        """Allocate what products with weights of fewer outputs need."""
+        tiles = count_parts(outputs, _TALL)
+        sums = torch.empty(tiles * pieces * _TALL * MOST_PART_ROWS, dtype=torch.float32, device=device)
+        return cls(sums, torch.zeros(tiles, dtype=torch.int32, device=device))
 
 
 FOUR_WARPS = AheadTile(64, 512, 2, 4, 128)
@@ -246,10 +270,42 @@ def multiply_wide_ahead(
         "FORM": form,
         "GATED": gated,
         "IN_PIECES": weight.pieces > 1,
+        "PARTS": divide_piece(weight),
     }
     descriptor = describe_blocks(x, rows, form.block)
     options = launch_options(4, pdl)
     launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
+
+
+def has_parts(count: int, dtype: torch.dtype) -> bool:
+    """Return whether a product of so many rows has a program for each piece."""
+    return AHEAD_ROWS < count <= MOST_PART_ROWS and dtype.itemsize == 2
+
+
+def divide_piece(weight: CudaPackedMatrix) -> int:
+    """Return the greatest number of blocks, up to four, of which a piece is a multiple."""
+    each = weight.piece // weight.block_form.block
+    return next(parts for parts in (4, 3, 2, 1) if each % parts == 0)
+
+
+def multiply_parts(
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, scratch: PartScratch, *, gated: int, pdl: bool | None
+) -> None:
+    """Multiply 9 to 64 rows, each piece in programs of its own."""
+    form = weight.block_form
+    rows = max(_FEWEST_ROWS, round_up_to_power(len(x)))
+    grid = (count_parts(weight.outputs, _TALL) * weight.pieces, 1)
+    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
+    constants = {
+        "PIECES": weight.pieces,
+        "AHEAD": divide_piece(weight),
+        "STAGES": _PART_STAGES,
+        "FORM": form,
+        "GATED": gated,
+    }
+    given = (describe_blocks(x, rows, form.block), out, scratch.sums, scratch.left)
+    options = launch_options(4, pdl) | {"maxnreg": _PART_REGISTERS}
+    launch(hopper_packed_parts.packed_parts, grid, *weight.tensors, *given, *sizes, **constants, **options)
 
 
 def is_unpacked_to_shared(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
