@@ -39,6 +39,7 @@ LAUNCHERS = {
         f"hopper.{name}"
         for name in (
             "hopper_packed",
+            "hopper_packed_parts",
             "hopper_packed_row",
             "hopper_packed_shared",
             "hopper_packed_wide",
@@ -232,6 +233,23 @@ def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLa
         for number, multiply_wide in enumerate((triton_ahead.multiply_wide_ahead, triton_ahead.multiply_wide_shared)):
             out = torch.full((133, 136), float("nan"), dtype=BF16)
             multiply_wide(x, packed, out, *((132,) if number == 0 else ()), gated=0, pdl=True)
+            assert torch.equal(out, expected), (columns, number)
+
+
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
+@pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_program_for_each_piece_multiplies_with_their_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
+    """The second product finds the counts of the first one at zero."""
+    monkeypatch.setattr(triton_packed, "FEW", few)
+    for columns, rows in ((768, 13), (1120, 33)):
+        packed, numbers = pack(layout, 72, columns // layout.span * layout.span)
+        scratch = triton_ahead.PartScratch.allocate(72, packed.pieces, CPU)
+        for number in range(2):
+            x = make_x(rows - number, packed.columns)
+            out = torch.full((len(x), 72), float("nan"), dtype=BF16)
+            triton_ahead.multiply_parts(x, packed, out, scratch, gated=0, pdl=True)
+            expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
             assert torch.equal(out, expected), (columns, number)
 
 
