@@ -149,28 +149,43 @@ def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: 
 
 @pytest.mark.parametrize(
     ("name", "columns", "pieces", "chain"),
-    [("Q4_K", 12288, 1024, 1024), ("AWQ", 4096, 1024, 1024), ("FP8", 4096, 256, 128), ("FP8", 12288, 0, 128)],
+    [
+        ("Q4_K", 4096, 2048, 4096),
+        ("Q4_K", 12288, 1024, 4096),
+        ("AWQ", 12288, 4096, 4096),
+        ("FP8", 4096, 512, 2048),
+        ("FP8", 12288, 0, 2048),
+        ("Q8_0", 4096, 0, 0),
+    ],
 )
 def test_many_rows_are_multiplied_with_registers_while_that_was_quicker(name, columns, pieces, chain) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
     few = evolve(packed, columns=columns)
     many = evolve(few, outputs=triton_packed.FEW)
     for weight, most in ((few, pieces), (many, chain)):
-        counts = (65, 128, 129, 256, 257, 1024, 1025)
+        counts = (65, 512, 513, 1024, 1025, 2048, 2049, 4096)
         found = [triton_ahead.is_unpacked_in_registers(count, weight, torch.bfloat16) for count in counts]
         assert found == [count <= most for count in counts]
         assert not triton_ahead.is_unpacked_in_registers(65, weight, torch.float16)
 
 
-@pytest.mark.parametrize(("name", "least"), [("Q4_K", 512), ("AWQ", 512), ("FP8", None), ("Q8_0", None)])
-def test_many_rows_of_a_chain_are_multiplied_with_shared_memory_where_that_was_quicker(name, least) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "columns", "in_pieces", "chain"),
+    [
+        ("Q4_K", 32, 4096, (2, 3, 128), (4, 4, 168)),
+        ("Q4_K", 33, 4096, (2, 4, 168), (2, 4, 168)),
+        ("FP8", 16, 4096, (4, 3, 128), (4, 4, 168)),
+        ("AWQ", 8, 2560, (1, 3, 128), (4, 4, 168)),  # a piece has three blocks
+    ],
+)
+def test_few_rows_have_the_tiles_that_were_measured(name, count, columns, in_pieces, chain) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
-    many = evolve(packed, outputs=triton_packed.FEW)
-    for count in (65, 511, 512, 4096):
-        found = triton_ahead.is_unpacked_to_shared(count, many, torch.bfloat16)
-        assert found == (least is not None and count >= least)
-        assert not triton_ahead.is_unpacked_to_shared(count, packed, torch.bfloat16)
-        assert not triton_ahead.is_unpacked_to_shared(count, many, torch.float16)
+    few = evolve(packed, columns=columns)
+    for weight, tile in ((few, in_pieces), (evolve(few, outputs=triton_packed.FEW), chain)):
+        assert triton_ahead.choose_part_tile(count, weight) == triton_ahead.PartTile(*tile)
+    found = [triton_ahead.has_parts(count, torch.bfloat16) for count in (4, 5, 64, 65)]
+    assert found == [False, True, True, False]
+    assert not triton_ahead.has_parts(16, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ LAUNCHERS = {
             "hopper_packed",
             "hopper_packed_parts",
             "hopper_packed_row",
-            "hopper_packed_shared",
             "hopper_packed_wide",
             "hopper_row_registers",
         )
@@ -230,10 +229,9 @@ def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLa
         packed, numbers = pack(layout, 136, columns // layout.span * layout.span)
         x = make_x(133, packed.columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-        for number, multiply_wide in enumerate((triton_ahead.multiply_wide_ahead, triton_ahead.multiply_wide_shared)):
-            out = torch.full((133, 136), float("nan"), dtype=BF16)
-            multiply_wide(x, packed, out, *((132,) if number == 0 else ()), gated=0, pdl=True)
-            assert torch.equal(out, expected), (columns, number)
+        out = torch.full((133, 136), float("nan"), dtype=BF16)
+        triton_ahead.multiply_wide_ahead(x, packed, out, 132, gated=0, pdl=True)
+        assert torch.equal(out, expected), columns
 
 
 @usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,6 @@ from adapters.models.kernels.triton.hopper import (
     hopper_packed,
     hopper_packed_parts,
     hopper_packed_row,
-    hopper_packed_shared,
     hopper_packed_wide,
     hopper_row_registers,
 )
@@ -29,18 +27,17 @@ if TYPE_CHECKING:
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
 _WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
-_SHARED_BYTES = 192 << 10  # the same for rows of x and unpacked weights
-_STEP = 64  # columns of a step of these
-_ROUND = 128  # columns that are unpacked at a time
-_PACKED_BYTES = 20 << 10  # of shared memory for their words and levels
-_SHARED_ROWS = {"uint4": 512}  # the fewest of a chain for which it is quicker to unpack to shared memory (decision 064)
-_WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
-_WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
+_ALL = 1 << 16  # rows, more than any step has
+# The most rows that are unpacked in registers, of a chain, of pieces of up to _WIDE_COLUMNS, and of longer ones
+# (decision 071). Formats whose words have scales of their own take more instructions, and E4M3 the most.
+_WIDE_COLUMNS = 4096
+_WIDE_ROWS = {"uint4": (_ALL, _ALL, _ALL), "scale of word": (_ALL, 2048, 1024), "e4m3": (2048, 512, 0)}
 _TALL = 64  # rows of the weight of a program with one piece
-_FEWEST_ROWS = 16  # of x of such a program
-MOST_PART_ROWS = 64  # and the most
-_PART_STAGES = 4  # blocks of x in shared memory
-_PART_REGISTERS = 168
+_FEWEST_ROWS = 16  # of x of a tile of such a program
+_FEW_ROWS = 32
+LEAST_PART_ROWS = 5  # that are multiplied so
+MOST_PART_ROWS = 64
+_PART_COLUMNS = 256  # that such a program loads ahead
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
@@ -228,25 +225,20 @@ def multiply_wide(
     """Multiply many rows, more than `NARROW_PACKED`, if that is quicker than to unpack the weight to memory first.
     Return whether it is. processors: of the device.
     """
-    if is_unpacked_to_shared(len(x), weight, x.dtype):
-        multiply_wide_shared(x, weight, out, gated=gated, pdl=pdl)
-    elif is_unpacked_in_registers(len(x), weight, x.dtype):
+    is_quicker = is_unpacked_in_registers(len(x), weight, x.dtype)
+    if is_quicker:
         multiply_wide_ahead(x, weight, out, processors, gated=gated, pdl=pdl)
-    else:
-        return False
-    return True
+    return is_quicker
 
 
 def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
     """Return whether products of so many rows are quicker with a weight that is unpacked in registers than with one
     that has been unpacked to memory. Only formats that were measured are.
     """
-    chain, pieces = _WIDE_ROWS.get(weight.layout.steps, (0, 0))
-    if weight.pieces == 1:
-        most = chain
-    else:
-        most = 0 if weight.layout.steps == "e4m3" and weight.columns > _WIDE_COLUMNS else pieces
-    return dtype == torch.bfloat16 and count <= most
+    kind = "scale of word" if weight.block_form.has_scale_of_word else weight.layout.steps
+    most = _WIDE_ROWS.get(kind, (0, 0, 0))
+    place = 0 if weight.pieces == 1 else 1 if weight.columns <= _WIDE_COLUMNS else 2
+    return dtype == torch.bfloat16 and count <= most[place]
 
 
 def choose_wide_rows(count: int, weight: CudaPackedMatrix, processors: int) -> int:
@@ -270,72 +262,64 @@ def multiply_wide_ahead(
         "FORM": form,
         "GATED": gated,
         "IN_PIECES": weight.pieces > 1,
-        "PARTS": divide_piece(weight),
+        "PARTS": divide_piece(weight, 4),
     }
     descriptor = describe_blocks(x, rows, form.block)
     options = launch_options(4, pdl)
     launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
 
 
+@frozen
+class PartTile:
+    """Blocks of packed words that a program loads ahead, blocks of x in shared memory, and registers of a thread."""
+
+    ahead: int
+    stages: int
+    registers: int
+
+
 def has_parts(count: int, dtype: torch.dtype) -> bool:
-    """Return whether a product of so many rows has a program for each piece."""
-    return AHEAD_ROWS < count <= MOST_PART_ROWS and dtype.itemsize == 2
+    """Return whether a product of so many rows is quicker with a program for each piece."""
+    return LEAST_PART_ROWS <= count <= MOST_PART_ROWS and dtype.itemsize == 2
 
 
-def divide_piece(weight: CudaPackedMatrix) -> int:
-    """Return the greatest number of blocks, up to four, of which a piece is a multiple."""
+def choose_part_tile(count: int, weight: CudaPackedMatrix) -> PartTile:
+    """Choose the tile of such a product. Few rows in pieces have many short programs, of which a processor has more at
+    a time if each has fewer registers.
+    """
+    block = weight.block_form.block
+    if count > _FEW_ROWS:
+        return PartTile(divide_piece(weight, _PART_COLUMNS // block), 4, 168)
+    if weight.pieces == 1:
+        return PartTile(divide_piece(weight, 4), 4, 168)
+    return PartTile(divide_piece(weight, _PART_COLUMNS // block), 3, 128)
+
+
+def divide_piece(weight: CudaPackedMatrix, most: int) -> int:
+    """Return the greatest number of blocks, up to `most`, of which a piece is a multiple."""
     each = weight.piece // weight.block_form.block
-    return next(parts for parts in (4, 3, 2, 1) if each % parts == 0)
+    return next(parts for parts in range(most, 0, -1) if each % parts == 0)
 
 
 def multiply_parts(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, scratch: PartScratch, *, gated: int, pdl: bool | None
 ) -> None:
-    """Multiply 9 to 64 rows, each piece in programs of its own."""
+    """Multiply up to 64 rows, each piece in programs of its own."""
     form = weight.block_form
+    tile = choose_part_tile(len(x), weight)
     rows = max(_FEWEST_ROWS, round_up_to_power(len(x)))
     grid = (count_parts(weight.outputs, _TALL) * weight.pieces, 1)
     sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
     constants = {
         "PIECES": weight.pieces,
-        "AHEAD": divide_piece(weight),
-        "STAGES": _PART_STAGES,
+        "AHEAD": tile.ahead,
+        "STAGES": tile.stages,
         "FORM": form,
         "GATED": gated,
     }
     given = (describe_blocks(x, rows, form.block), out, scratch.sums, scratch.left)
-    options = launch_options(4, pdl) | {"maxnreg": _PART_REGISTERS}
+    options = launch_options(4, pdl) | {"maxnreg": tile.registers}
     launch(hopper_packed_parts.packed_parts, grid, *weight.tensors, *given, *sizes, **constants, **options)
-
-
-def is_unpacked_to_shared(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
-    """Return whether products of so many rows are quicker if some warps of each program unpack its weights to shared
-    memory. Only formats that were measured are. In pieces none is.
-    """
-    least = _SHARED_ROWS.get(weight.layout.steps, 0)
-    return dtype == torch.bfloat16 and weight.pieces == 1 and 0 < least <= count
-
-
-def multiply_wide_shared(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
-    """Multiply many rows with a weight that some warps unpack to shared memory."""
-    form = weight.block_form
-    rows = 256 if weight.pieces == 1 else 128
-    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
-    rounds = count_parts(weight.blocks * form.block, _ROUND)
-    sizes = (len(x), weight.outputs, rounds, weight.piece // _STEP, out.stride(0))
-    tile = AheadTile(_WIDE_OUTPUTS, _ROUND, 0, 4, 168)
-    words, levels = _describe_weight(weight, tile, 1)
-    constants = {
-        "W_LAYOUT": shared_layout((_WIDE_OUTPUTS, _STEP), x.dtype),
-        "STAGES": _SHARED_BYTES // ((rows + _WIDE_OUTPUTS) * _STEP * x.element_size()),
-        "AHEAD": _PACKED_BYTES // (4 * (math.prod(words.block_shape) + math.prod(levels.block_shape))),
-        "GROUP": 8,
-        "FORM": form,
-        "GATED": gated,
-        "IN_PIECES": weight.pieces > 1,
-    }
-    given = (words, levels, describe_blocks(x, rows, _STEP), out, *sizes)
-    launch(hopper_packed_shared.packed_shared, grid, *given, **constants, **launch_options(4, pdl))
 
 
 def _describe_weight(
