@@ -175,7 +175,7 @@ def test_many_rows_are_multiplied_with_registers_while_that_was_quicker(name, co
         ("Q4_K", 32, 4096, (2, 3, 128), (4, 4, 168)),
         ("Q4_K", 33, 4096, (2, 4, 168), (2, 4, 168)),
         ("FP8", 16, 4096, (4, 3, 128), (4, 4, 168)),
-        ("AWQ", 8, 2560, (1, 3, 128), (4, 4, 168)),  # a piece has three blocks
+        ("AWQ", 8, 6144, (2, 3, 128), (4, 4, 168)),  # a piece has six blocks
     ],
 )
 def test_few_rows_have_the_tiles_that_were_measured(name, count, columns, in_pieces, chain) -> None:
@@ -183,9 +183,12 @@ def test_few_rows_have_the_tiles_that_were_measured(name, count, columns, in_pie
     few = evolve(packed, columns=columns)
     for weight, tile in ((few, in_pieces), (evolve(few, outputs=triton_packed.FEW), chain)):
         assert triton_ahead.choose_part_tile(count, weight) == triton_ahead.PartTile(*tile)
-    found = [triton_ahead.has_parts(count, torch.bfloat16) for count in (4, 5, 64, 65)]
-    assert found == [False, True, True, False]
-    assert not triton_ahead.has_parts(16, torch.float32)
+        found = [triton_ahead.has_parts(rows, weight, torch.bfloat16) for rows in (4, 5, 64, 65)]
+        assert found == [False, True, True, False]
+        assert not triton_ahead.has_parts(16, weight, torch.float16)
+    assert not triton_ahead.has_parts(16, evolve(packed, columns=320 * 8), torch.bfloat16) or name == "FP8"
+    other = triton_packed.pack_steps(random_matrix((8, 4096), LAYOUTS["Q8_0"], "w"), CPU, converts_e4m3=True)
+    assert not triton_ahead.has_parts(16, other, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from adapters.models.kernels.triton_launch import launch
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
 PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
 FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
+_IN_PIECES = FEW  # the most outputs of weights in pieces
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
 NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight first
 _WIDEST = 256  # columns of whole tiles of every wide product
@@ -163,7 +164,7 @@ class CudaPacking:
         if self._scratch is None:
             self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
         if self._parts is None and self.hopper:
-            self._parts = packed_ahead.PartScratch.allocate(FEW, PIECES, self.device)
+            self._parts = packed_ahead.PartScratch.allocate(_IN_PIECES, PIECES, self.device)
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
@@ -194,7 +195,7 @@ class CudaPacking:
             return is_late
         if self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
             packed_ahead.multiply_ahead(x, part, out, gated=gated, pdl=self.pdl)
-        elif self.hopper and packed_ahead.has_parts(len(x), x.dtype):
+        elif self.hopper and packed_ahead.has_parts(len(x), part, x.dtype):
             assert self._parts is not None
             packed_ahead.multiply_parts(x, part, out, self._parts, gated=gated, pdl=self.pdl)
         elif len(x) <= NARROW_PACKED:

@@ -37,6 +37,7 @@ _FEWEST_ROWS = 16  # of x of a tile of such a program
 _FEW_ROWS = 32
 LEAST_PART_ROWS = 5  # that are multiplied so
 MOST_PART_ROWS = 64
+_PART_STEPS = {"uint4", "e4m3"}
 _PART_COLUMNS = 256  # that such a program loads ahead
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _MOST_PROGRAMS = 3  # of one row, that a processor has at a time
@@ -278,9 +279,13 @@ class PartTile:
     registers: int
 
 
-def has_parts(count: int, dtype: torch.dtype) -> bool:
-    """Return whether a product of so many rows is quicker with a program for each piece."""
-    return LEAST_PART_ROWS <= count <= MOST_PART_ROWS and dtype.itemsize == 2
+def has_parts(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
+    """Return whether products of so many rows are quicker with a program for each piece. Only formats that were
+    measured have them, and pieces of which a program loads several blocks ahead.
+    """
+    is_even = divide_piece(weight, 2) > 1
+    is_measured = dtype == torch.bfloat16 and weight.layout.steps in _PART_STEPS and is_even
+    return is_measured and LEAST_PART_ROWS <= count <= MOST_PART_ROWS
 
 
 def choose_part_tile(count: int, weight: CudaPackedMatrix) -> PartTile:
@@ -306,6 +311,7 @@ def multiply_parts(
 ) -> None:
     """Multiply up to 64 rows, each piece in programs of its own."""
     form = weight.block_form
+    assert weight.pieces == 1 or count_parts(weight.outputs, _TALL) <= len(scratch.left)
     tile = choose_part_tile(len(x), weight)
     rows = max(_FEWEST_ROWS, round_up_to_power(len(x)))
     grid = (count_parts(weight.outputs, _TALL) * weight.pieces, 1)
