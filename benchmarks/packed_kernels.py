@@ -25,14 +25,9 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
 from adapters.models.kernels.cuda.kernels import CudaWeight, TritonKernels
-from adapters.models.kernels.cuda.packed import (
-    CudaPackedMatrix,
-    CudaStack,
-    PackedTile,
-    choose_packed_tile,
-    multiply_narrow,
-)
+from adapters.models.kernels.cuda.packed import CudaPackedMatrix, CudaStack
 from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
+from adapters.models.kernels.cuda.packing.few_rows import PackedTile, choose_packed_tile, multiply_narrow
 from adapters.models.numerics.synthetic import random_matrix
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds

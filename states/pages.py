@@ -10,6 +10,10 @@ in some order: each can get all that it claims, from what is free and what the o
 back. The others wait with their rows in place. No request is preempted, nothing is computed twice, and no cycle of
 waiting can arise.
 
+Requests that claim more than there is may still wait a long time: all have grown until the pool is full, and then only
+the few go on that can get all that they claim. So more than MANY requests run only if the pool has room for what they
+claim, or for SHORT_SEQUENCE rows of it.
+
 Idle slots have no claim: their pages are taken whenever they are needed.
 """
 
@@ -24,6 +28,9 @@ from effects.job import Job
 from states.settings import Settings
 
 Pages: TypeAlias = tuple[PageId, ...]  # of a slot, in the order of its rows
+
+MANY = 16  # requests that may run at once whatever they claim
+SHORT_SEQUENCE = 4096  # rows that the pool must have for each, if more run and it may come to hold as many
 
 
 def count_pages(rows: int, page_rows: int) -> int:
@@ -52,6 +59,15 @@ def can_all_finish(running: Sequence[tuple[Pages, int]], total: int) -> bool:
         holders.subtract(held)
         free_count += sum(holders[page] == 0 for page in held)
     return True
+
+
+def have_room(running: Sequence[tuple[Pages, int]], settings: Settings) -> bool:
+    """Return whether so many requests may run at once. running: as in `can_all_finish`."""
+    if len(running) <= MANY:
+        return True
+    most = count_pages(SHORT_SEQUENCE, settings.page)
+    free_count = settings.pages - len(collect_pages(held for held, _ in running))
+    return sum(max(0, min(claim, most) - len(held)) for held, claim in running) <= free_count
 
 
 def collect_pages(held: Iterable[Pages]) -> set[PageId]:

@@ -314,8 +314,8 @@ def choose_pages(
 ) -> Pages | None:
     """Choose the pages of the target: some of the source's, and new ones for the rest of the prompt.
 
-    None: there are too few, or some running request could not be sure of its pages any more. A prompt that may yet be
-    compressed shares no pages, since its rows may be replaced.
+    None: there are too few, some running request could not be sure of its pages any more, or too many would run for the
+    pool. A prompt that may yet be compressed shares no pages, since its rows may be replaced.
     """
     target, source, keep, _ = placement
     others = [slot.pages for number, slot in enumerate(slots.slots) if number != target]
@@ -335,4 +335,4 @@ def choose_pages(
     held = tuple(next(unused) if page is None else page for page in page_or_new)
     claims = [(slots.slots[number].pages, pages.compute_claim(settings, one)) for number, one in jobs.items()]
     claims.append((held, pages.compute_claim(settings, job)))
-    return held if pages.can_all_finish(claims, settings.pages) else None
+    return held if pages.can_all_finish(claims, settings.pages) and pages.have_room(claims, settings) else None

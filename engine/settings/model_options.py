@@ -179,9 +179,10 @@ class RuntimeOptions:
 
     slots: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
     """Sequences that the device holds at once: running requests, and prompts that stay warm. 0: what memory allows. On
-    CUDA devices, whose slots share memory, these are 64 or 32 if there is memory for 4096 tokens in each, otherwise 16
-    or fewer. On a CPU they are 16 or 8 if these take at most a quarter of the memory, otherwise four or fewer.
-    `rekindle models` shows the number."""
+    CUDA devices, whose slots share memory, these are 64 or 32 if there is memory for 512 tokens in each, otherwise 16
+    or fewer. More than 16 requests run at once if there is memory for their prompts and max_tokens. On a CPU they are
+    16 or 8 if these take at most a quarter of the memory, otherwise four or fewer. `rekindle models` shows the
+    number."""
 
     latency_target: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1000))] = 40
     """Milliseconds from one token of an answer to the next one that are acceptable while prompts of other requests

@@ -64,6 +64,30 @@ def test_all_that_run_come_to_their_ends_one_after_the_other(
     assert pages.can_all_finish(running, total) is safe
 
 
+@pytest.mark.parametrize(
+    ("count", "claim", "total", "fits"),
+    [
+        (16, 100, 16, True),  # so few run whatever they claim
+        (17, 2, 34, True),
+        (17, 2, 33, False),
+        (17, 100, 17 * 4, True),  # enough for short sequences, though not for all that is claimed
+        (17, 100, 17 * 4 - 1, False),
+    ],
+)
+def test_many_requests_run_only_if_the_pool_has_room_for_what_they_claim(
+    count: int, claim: int, total: int, *, fits: bool
+) -> None:
+    settings = Settings(pages=total, page=1024, max_context=1024)
+    running = [(ids(number), claim) for number in range(count)]
+    assert pages.have_room(running, settings) is fits
+
+
+def test_what_many_requests_hold_together_is_counted_once() -> None:
+    running = [(ids(0, 1, 2 + number), 4) for number in range(17)]
+    assert pages.have_room(running, Settings(pages=36, page=1024, max_context=1024))
+    assert not pages.have_room(running, Settings(pages=35, page=1024, max_context=1024))
+
+
 def test_a_claim_is_the_prompt_and_the_answer_within_the_context() -> None:
     assert [pages.compute_claim(POOL, job(PROMPT, count)) for count in (3, 4, 11, 12)] == [3, 4, 4, 5]
     assert pages.compute_claim(POOL, job(tuple(range(500)), 3)) == 8
@@ -135,6 +159,17 @@ def test_who_finds_too_few_pages_waits_until_some_come_free_and_nobody_passes() 
     assert [slot.holder for slot in world.slots.slots] == [0, 1, None, None]
     assert world.slots.waiting == (2, 3)
     assert world.slots.short_of_pages == {2}
+
+
+@pytest.mark.parametrize(("max_tokens", "admitted"), [(3, 24), (30, 16)])
+def test_more_than_sixteen_requests_run_if_all_have_room_to_the_end(max_tokens: int, admitted: int) -> None:
+    settings = evolve(POOL, slots=24, pages=24 * 3)
+    world = make_world(settings)
+    for number in range(24):
+        prompt = tuple(range(1000 * number, 1000 * number + 21))
+        world, _ = advance(world, ForRequest(RequestId(number + 1), Submitted(job(prompt, max_tokens))))
+    assert sum(slot.holder is not None for slot in world.slots.slots) == admitted
+    assert len(world.slots.waiting) == 24 - admitted
 
 
 def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from attrs import evolve, frozen
 
 from effects.ids import PAGE
+from states.pages import MANY, SHORT_SEQUENCE
 
 # The default numbers of slots. The first one that leaves each slot long enough is chosen.
 SLOT_COUNTS = (4, 2, 1)
@@ -16,11 +17,11 @@ MANY_SLOT_COUNTS = (16, 8)
 LITTLE = 4
 # The same if slots share pages. Then slots cost little more than what their sequences take.
 POOLED_SLOT_COUNTS = (64, 32, 16, 8, 4, 2, 1)
-# More than this many slots are chosen only where the pool has SHORT_CONTEXT tokens for each, and where what each slot
-# has for itself takes little: its positional state, and its rows of a draft. Requests of fewer tokens in more slots
-# would wait for pages instead of slots.
-POOLED_SLOTS = 16
-SHORT_CONTEXT = 4096
+# More than this many slots are chosen only where what each slot has for itself takes little: its positional state, and
+# its rows of a draft. The pool must have SHORT_SEQUENCE rows for each slot, or LEAST_PAGES if all that slots have for
+# themselves takes little beside the pool. How many requests run follows from what they claim (`states/pages.py`).
+POOLED_SLOTS = MANY
+LEAST_PAGES = 2
 # Tokens of an agent's session. More slots of this length are worth more than longer ones.
 LONG_CONTEXT = 32768
 LEAST = 1024
@@ -48,9 +49,16 @@ class DeviceNeed:
 
     def compute_taken(self, fit: Fit) -> int:
         """Return the bytes that this fit takes of the device."""
-        own = fit.slots * fit.context * (self.own if fit.pages else self.row)
-        pages = fit.pages * PAGE * (self.row - self.own)
-        return self.fixed + self.once * fit.context + fit.slots * self.state + own + pages
+        whole = 0 if fit.pages else fit.slots * fit.context * (self.row - self.own)
+        return self.fixed + self.once * fit.context + self.compute_own(fit) + whole + self.compute_pool(fit)
+
+    def compute_own(self, fit: Fit) -> int:
+        """Return the bytes that slots have for themselves, even where they share pages."""
+        return fit.slots * (self.state + fit.context * self.own)
+
+    def compute_pool(self, fit: Fit) -> int:
+        """Return the bytes of the pages."""
+        return fit.pages * PAGE * (self.row - self.own)
 
     def spares_memory(self, fit: Fit) -> bool:
         """Return whether the slots take at most a quarter of the memory that `fixed` leaves."""
@@ -123,9 +131,13 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
 
 
 def fills_slots(needs: Sequence[DeviceNeed], fit: Fit) -> bool:
-    """Return whether a pool has enough tokens for each of its slots, and its slots have little for themselves."""
-    own = evolve(fit, pages=1)
-    return fit.rows >= fit.slots * min(fit.context, SHORT_CONTEXT) and all(need.spares_memory(own) for need in needs)
+    """Return whether a pool has enough pages for each of its slots, and its slots have little for themselves."""
+    if not all(need.spares_memory(evolve(fit, pages=1)) for need in needs):
+        return False
+    least = min(LEAST_PAGES, -(-fit.context // PAGE))
+    is_pool_large = all(need.compute_own(fit) <= need.compute_pool(fit) // LITTLE for need in needs)
+    enough = fit.slots * least * PAGE if is_pool_large else fit.slots * min(fit.context, SHORT_SEQUENCE)
+    return fit.rows >= enough
 
 
 def find_longest_context(needs: Sequence[DeviceNeed], limit: int, slots: int, context: int, memory: int) -> Fit:

@@ -46,11 +46,10 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (120, {}, Fit(64, LIMIT, pages=2979)),
         (80, {}, Fit(64, LIMIT, pages=1841)),
         (52, {}, Fit(64, LIMIT, pages=1045)),
-        (51, {}, Fit(32, LIMIT, pages=1016)),  # 64 slots would have fewer than 4,096 tokens each
-        (33.5, {}, Fit(32, LIMIT, pages=518)),
-        (33, {}, Fit(16, LIMIT, pages=504)),
-        (22, {}, Fit(16, LIMIT, pages=191)),
-        (18, {}, Fit(16, 16384, pages=78)),
+        (33, {}, Fit(64, LIMIT, pages=504)),
+        (22, {}, Fit(64, LIMIT, pages=191)),
+        (18, {}, Fit(32, 16384, pages=78)),  # 64 slots would have fewer than two pages each
+        (120, {"memory": 8 * GIB}, Fit(64, LIMIT, pages=227)),
         (22, {"slots": 3, "context": 1000}, Fit(3, 1000)),
         (22, {"slots": 3, "context": 1000, "memory": GIB}, Fit(3, 1000, pages=12)),  # all that the slots could use
         (22, {"memory": 1000 << 20}, Fit(16, 6144, pages=27)),
@@ -78,6 +77,12 @@ def test_many_slots_have_little_for_themselves(state_mib: int, draft_kib: int, s
     found = fit_page_pool([need], 32768)
     assert found.slots == slots
     assert need.compute_taken(found) <= need.available
+
+
+@pytest.mark.parametrize(("state_mib", "slots"), [(30, 64), (40, 32), (70, 16)])
+def test_slots_of_a_small_pool_have_little_beside_it(state_mib: int, slots: int) -> None:
+    need = DeviceNeed("cuda:0", 120 * GIB, 16 * GIB, 144 * KIB, state_mib << 20)
+    assert fit_page_pool([need], 40960, memory=8 * GIB).slots == slots
 
 
 def test_a_draft_that_takes_much_leaves_whole_slots_where_they_fit() -> None:

@@ -392,7 +392,7 @@ def _store(pointer: Pointer, values: Any, mask: Any = True) -> None:
         if mask:
             pointer.numbers.view(-1)[int(pointer.at)] = values
         return
-    kept = torch.broadcast_to(mask, pointer.at.shape).as_subclass(Tensor)
+    kept = torch.broadcast_to(torch.as_tensor(mask), pointer.at.shape).as_subclass(Tensor)
     pointer.numbers.view(-1)[pointer.at.as_subclass(Tensor)[kept]] = values.as_subclass(Tensor)[kept]
 
 

@@ -12,7 +12,12 @@ from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.numerics.synthetic import random_matrix
-from tests.models.kernels.compiled_code import disassemble, find_torn_sums, read_operand_widths
+from tests.models.kernels.compiled_code import (
+    disassemble,
+    find_overwritten_operands,
+    find_torn_sums,
+    read_operand_widths,
+)
 
 CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3
     CudaCapability(8, 0): (False, False, False),
@@ -116,7 +121,9 @@ def check(target: str, body, cache: str) -> None:
     for kernel in found.kernels:
         assert kernel.shared <= traits.shared, kernel
         assert traits.capability.has_hopper_kernels or "ahead" not in kernel.name
-        assert not find_torn_sums(disassemble(kernel.binary, knobs.nvidia.nvdisasm.path)), kernel
+        code = disassemble(kernel.binary, knobs.nvidia.nvdisasm.path)
+        assert not find_torn_sums(code), kernel
+        assert not find_overwritten_operands(code), kernel
 
 
 @pytest.mark.timeout(300)

@@ -31,6 +31,8 @@ triton_cuda = pytest.importorskip(
 )
 triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
 triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
+few_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.few_rows")
+many_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.many_rows")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -121,19 +123,15 @@ def test_sums_that_cancel_have_the_same_bits_with_every_tile(kernels, monkeypatc
     for count, shared in itertools.product((1, 4, 16, 32, 64), rooms):
         # A device of few processors, on which three programs at a time save a round, and this one.
         for processors in (5, kernels.traits.processors):
-            tile = triton_packed.choose_packed_tile(count, part, processors, shared)
+            tile = few_rows.choose_packed_tile(count, part, processors, shared)
             out = torch.full_like(expected[:count], float("nan"))
-            triton_packed.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
+            few_rows.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
             assert same_bits(out, expected[:count])
     if not kernels.traits.capability.has_hopper_kernels:
         return
     out = torch.full_like(expected, float("nan"))
-    triton_ahead.multiply_wide_ahead(x, part, out, kernels.traits.processors, gated=False, pdl=kernels.pdl)
+    many_rows.multiply_wide_ahead(x, part, out, kernels.traits.processors, gated=False, pdl=kernels.pdl)
     assert same_bits(out, expected)
-    if layout.steps in {"uint4", "int8", "e4m3"}:
-        out = torch.full_like(expected, float("nan"))
-        triton_ahead.multiply_wide_shared(x, part, out, gated=False, pdl=kernels.pdl)
-        assert same_bits(out, expected)
     tile = triton_ahead.choose_row_tile(x[:1], part, kernels.traits.processors, kernels.traits.shared)
     every = {2, tile.stages} if tile and tile.stages else {0} if tile else ()
     for stages, row in itertools.product(every, (0, 7, 63)):

@@ -17,6 +17,9 @@ triton_packed = pytest.importorskip(
     "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
 )
 triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
+few_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.few_rows")
+many_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.many_rows")
+part_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.part_rows")
 levels_of = pytest.importorskip("adapters.models.kernels.triton.packed_levels")
 
 CPU = torch.device("cpu")
@@ -149,28 +152,46 @@ def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: 
 
 @pytest.mark.parametrize(
     ("name", "columns", "pieces", "chain"),
-    [("Q4_K", 12288, 1024, 1024), ("AWQ", 4096, 1024, 1024), ("FP8", 4096, 256, 128), ("FP8", 12288, 0, 128)],
+    [
+        ("Q4_K", 4096, 2048, 4096),
+        ("Q4_K", 12288, 1024, 4096),
+        ("AWQ", 12288, 4096, 4096),
+        ("FP8", 4096, 512, 2048),
+        ("FP8", 12288, 0, 2048),
+        ("Q8_0", 4096, 0, 0),
+    ],
 )
 def test_many_rows_are_multiplied_with_registers_while_that_was_quicker(name, columns, pieces, chain) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
     few = evolve(packed, columns=columns)
     many = evolve(few, outputs=triton_packed.FEW)
     for weight, most in ((few, pieces), (many, chain)):
-        counts = (65, 128, 129, 256, 257, 1024, 1025)
-        found = [triton_ahead.is_unpacked_in_registers(count, weight, torch.bfloat16) for count in counts]
+        counts = (65, 512, 513, 1024, 1025, 2048, 2049, 4096)
+        found = [many_rows.is_unpacked_in_registers(count, weight, torch.bfloat16) for count in counts]
         assert found == [count <= most for count in counts]
-        assert not triton_ahead.is_unpacked_in_registers(65, weight, torch.float16)
+        assert not many_rows.is_unpacked_in_registers(65, weight, torch.float16)
 
 
-@pytest.mark.parametrize(("name", "least"), [("Q4_K", 512), ("AWQ", 512), ("FP8", None), ("Q8_0", None)])
-def test_many_rows_of_a_chain_are_multiplied_with_shared_memory_where_that_was_quicker(name, least) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "columns", "in_pieces", "chain"),
+    [
+        ("Q4_K", 32, 4096, (2, 3, 128), (4, 4, 168)),
+        ("Q4_K", 33, 4096, (2, 4, 168), (2, 4, 168)),
+        ("FP8", 16, 4096, (4, 3, 128), (4, 4, 168)),
+        ("AWQ", 8, 6144, (2, 3, 128), (4, 4, 168)),  # a piece has six blocks
+    ],
+)
+def test_few_rows_have_the_tiles_that_were_measured(name, count, columns, in_pieces, chain) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
-    many = evolve(packed, outputs=triton_packed.FEW)
-    for count in (65, 511, 512, 4096):
-        found = triton_ahead.is_unpacked_to_shared(count, many, torch.bfloat16)
-        assert found == (least is not None and count >= least)
-        assert not triton_ahead.is_unpacked_to_shared(count, packed, torch.bfloat16)
-        assert not triton_ahead.is_unpacked_to_shared(count, many, torch.float16)
+    few = evolve(packed, columns=columns)
+    for weight, tile in ((few, in_pieces), (evolve(few, outputs=triton_packed.FEW), chain)):
+        assert part_rows.choose_part_tile(count, weight) == part_rows.PartTile(*tile)
+        found = [part_rows.has_parts(rows, weight, torch.bfloat16) for rows in (4, 5, 64, 65)]
+        assert found == [False, True, True, False]
+        assert not part_rows.has_parts(16, weight, torch.float16)
+    assert not part_rows.has_parts(16, evolve(packed, columns=320 * 8), torch.bfloat16) or name == "FP8"
+    other = triton_packed.pack_steps(random_matrix((8, 4096), LAYOUTS["Q8_0"], "w"), CPU, converts_e4m3=True)
+    assert not part_rows.has_parts(16, other, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +200,13 @@ def test_many_rows_of_a_chain_are_multiplied_with_shared_memory_where_that_was_q
 )
 def test_tiles_of_many_rows_are_small_while_there_are_too_few_programs(outputs, count, rows) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS["Q4_K"], "w"), CPU, converts_e4m3=True)
-    assert triton_ahead.choose_wide_rows(count, evolve(packed, outputs=outputs), 132) == rows
+    assert many_rows.choose_wide_rows(count, evolve(packed, outputs=outputs), 132) == rows
 
 
 @pytest.mark.parametrize(("outputs", "registers"), [(4096, 128), (6144, 80), (8192, 128), (12288, 80)])
 def test_three_programs_share_a_processor_where_two_would_leave_another_round(outputs: int, registers: int) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 1024), LAYOUTS["Q4_K"], "w"), CPU, converts_e4m3=True)
     weight = evolve(packed, outputs=outputs)
-    tiles = {count: triton_packed.choose_packed_tile(count, weight, 132, 227 << 10) for count in (1, 8, 9)}
+    tiles = {count: few_rows.choose_packed_tile(count, weight, 132, 227 << 10) for count in (1, 8, 9)}
     assert (tiles[1].registers, tiles[8].registers, tiles[9].registers) == (registers, registers, 128)
     assert [tile.columns for tile in tiles.values()] == [16, 16, 16]

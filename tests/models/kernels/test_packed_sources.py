@@ -26,6 +26,9 @@ triton_packed = pytest.importorskip(
     "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
 )
 triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
+few_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.few_rows")
+many_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.many_rows")
+part_rows = pytest.importorskip("adapters.models.kernels.cuda.packing.part_rows")
 triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,8 +42,8 @@ LAUNCHERS = {
         f"hopper.{name}"
         for name in (
             "hopper_packed",
+            "hopper_packed_parts",
             "hopper_packed_row",
-            "hopper_packed_shared",
             "hopper_packed_wide",
             "hopper_row_registers",
         )
@@ -122,9 +125,9 @@ def test_few_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLay
         x = make_x(rows, columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
         for processors in (1, 132):
-            tile = triton_packed.choose_packed_tile(rows, packed, processors, 227 << 10)
+            tile = few_rows.choose_packed_tile(rows, packed, processors, 227 << 10)
             out = torch.full((rows, 24), float("nan"), dtype=BF16)
-            triton_packed.multiply_narrow(x, packed, out, tile, gated=False, pdl=None)
+            few_rows.multiply_narrow(x, packed, out, tile, gated=False, pdl=None)
             assert torch.equal(out, expected), (columns, processors)
 
 
@@ -234,9 +237,25 @@ def test_many_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLa
         packed, numbers = pack(layout, 136, columns // layout.span * layout.span)
         x = make_x(133, packed.columns)
         expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
-        for number, multiply_wide in enumerate((triton_ahead.multiply_wide_ahead, triton_ahead.multiply_wide_shared)):
-            out = torch.full((133, 136), float("nan"), dtype=BF16)
-            multiply_wide(x, packed, out, *((132,) if number == 0 else ()), gated=0, pdl=True)
+        out = torch.full((133, 136), float("nan"), dtype=BF16)
+        many_rows.multiply_wide_ahead(x, packed, out, 132, gated=0, pdl=True)
+        assert torch.equal(out, expected), columns
+
+
+@usual_where(lambda places: places["layout"] == 0 or sum(places.values()) % 2 == 0)
+@pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_program_for_each_piece_multiplies_with_their_numbers(monkeypatch, layout: StepLayout, few: int) -> None:
+    """The second product finds the counts of the first one at zero."""
+    monkeypatch.setattr(triton_packed, "FEW", few)
+    for columns, rows in ((768, 13), (1120, 33)):
+        packed, numbers = pack(layout, 72, columns // layout.span * layout.span)
+        scratch = part_rows.PartScratch.allocate(72, packed.pieces, CPU)
+        for number in range(2):
+            x = make_x(rows - number, packed.columns)
+            out = torch.full((len(x), 72), float("nan"), dtype=BF16)
+            part_rows.multiply_parts(x, packed, out, scratch, gated=0, pdl=True)
+            expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
             assert torch.equal(out, expected), (columns, number)
 
 
@@ -298,8 +317,8 @@ def test_gates_and_what_they_gate_are_multiplied_together(on_the_machine: list[s
     x = make_x(4, 1024)
     gate, up = (multiply(x, unpack_for_cuda(one, BF16), both.pieces, both.piece).to(BF16).float() for one in matrices)
     out = torch.full((4, 16), float("nan"), dtype=BF16)
-    tile = triton_packed.choose_packed_tile(4, both, 132, 227 << 10)
-    triton_packed.multiply_narrow(x, both, out, tile, gated=True, pdl=None)
+    tile = few_rows.choose_packed_tile(4, both, 132, 227 << 10)
+    few_rows.multiply_narrow(x, both, out, tile, gated=True, pdl=None)
     silu = (gate / (1 + torch.exp(-gate.double()).float())).to(BF16).float()
     assert torch.equal(out, (silu * up).to(BF16))
     assert on_the_machine == ["packed_narrow"]

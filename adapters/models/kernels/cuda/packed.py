@@ -23,7 +23,9 @@ from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda import packed_ahead
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.fp8.fp8_products import CudaFp8Matrix, Fp8Products
-from adapters.models.kernels.cuda.tiles import count_parts
+from adapters.models.kernels.cuda.packing.few_rows import choose_packed_tile, multiply_narrow
+from adapters.models.kernels.cuda.packing.many_rows import multiply_wide
+from adapters.models.kernels.cuda.packing.part_rows import PartScratch, has_parts, multiply_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.formats.packed_words import SIDE, arrange_words
 from adapters.models.kernels.triton import packed
@@ -33,14 +35,12 @@ from adapters.models.kernels.triton_launch import launch
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
 PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
 FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
+_IN_PIECES = FEW  # the most outputs of weights in pieces
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
 NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight first
 _WIDEST = 256  # columns of whole tiles of every wide product
-_AHEAD = 256  # columns that each warp loads ahead
 _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
-_LOW = 16  # rows of the weight that a program with pieces has
-_ROOMY = 200 << 10  # bytes of shared memory
 # The largest scales that are kept. Those of E2M1 are stored 2 ** 127 times as great. Those of E4M3 are stored 2 ** 120
 # times as great on devices without instructions for it. Those of whole steps are stored as they are, and multiplied
 # with great powers of two.
@@ -130,6 +130,7 @@ class CudaPacking:
     converts_e4m3: bool
     hopper: bool
     _scratch: Tensor | None = field(init=False, default=None)
+    _parts: PartScratch | None = field(init=False, default=None)
     _fp8: Fp8Products = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -173,6 +174,8 @@ class CudaPacking:
             return None
         if self._scratch is None:
             self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+        if self._parts is None and self.hopper:
+            self._parts = PartScratch.allocate(_IN_PIECES, PIECES, self.device)
         return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
@@ -206,6 +209,9 @@ class CudaPacking:
             return is_late
         if self.hopper and packed_ahead.comes_ahead(len(x), part, x.dtype):
             packed_ahead.multiply_ahead(x, part, out, gated=gated, pdl=self.pdl)
+        elif self.hopper and has_parts(len(x), part, x.dtype):
+            assert self._parts is not None
+            multiply_parts(x, part, out, self._parts, gated=gated, pdl=self.pdl)
         elif len(x) <= NARROW_PACKED:
             narrow = choose_packed_tile(len(x), part, self.processors, self.shared)
             multiply_narrow(x, part, out, narrow, gated=gated, pdl=self.pdl)
@@ -214,7 +220,7 @@ class CudaPacking:
         return False
 
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
-        if self.hopper and packed_ahead.multiply_wide(x, weight, out, self.processors, gated=gated, pdl=self.pdl):
+        if self.hopper and multiply_wide(x, weight, out, self.processors, gated=gated, pdl=self.pdl):
             return
         assert self._scratch is not None
         share = 2 if gated else 1
@@ -279,66 +285,6 @@ def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) 
         found[:rows, :, at : at + size] = level.reshape(rows, records, count).view(torch.uint8)
         at += size
     return found.view(torch.int32).view(-1, SIDE, records, form.planes).permute(0, 2, 3, 1).contiguous()
-
-
-@frozen
-class PackedTile:
-    """Rows of x and of the weight that a program has, blocks of the weight that each warp loads ahead, and warps.
-
-    registers: the most of a thread; None: as many as the compiler likes.
-    """
-
-    rows: int
-    columns: int
-    ahead: int
-    warps: int = PIECES
-    registers: int | None = None
-
-
-def choose_packed_tile(count: int, weight: CudaPackedMatrix, processors: int, shared: int) -> PackedTile:
-    """Choose the tile of a packed product of this many rows. processors: of the device. shared: bytes of shared memory
-    that a program may have.
-
-    A thread's registers hold the words that are on their way, so their number is given: the compiler would take fewer
-    and request words later. 32 rows of eight pieces need more shared memory than small GPUs have.
-    """
-    rows = 8 if count <= 8 else 16 if count <= 16 or (weight.pieces > 1 and shared < _ROOMY) else 32
-    block = weight.block_form.block
-    if weight.pieces == 1:
-        return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
-    if rows == 8 and saves_round(count_parts(weight.outputs, _LOW), processors):
-        return PackedTile(rows, _LOW, 1, registers=80)
-    return PackedTile(rows, _LOW, _AHEAD // block, registers=128 if rows <= 16 else None)
-
-
-def saves_round(programs: int, processors: int) -> bool:
-    """Return whether programs of 80 registers run in fewer rounds than those of 128.
-
-    A processor has 65,536 registers. So it has two programs of 256 threads with 128 registers at a time, and three with
-    80, which request half as many words ahead. With 132 processors and 6,144 outputs, the last of 384 programs would
-    have to wait until others have ended.
-    """
-    return count_parts(programs, 3 * processors) < count_parts(programs, 2 * processors)
-
-
-def multiply_narrow(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: PackedTile, *, gated: int, pdl: bool | None
-) -> None:
-    grid = (count_parts(weight.outputs, tile.columns), count_parts(len(x), tile.rows))
-    form = weight.block_form
-    each = weight.piece // form.block
-    sizes = (len(x), weight.outputs, weight.columns, weight.blocks, each, out.stride(0))
-    constants = {
-        "PIECES": weight.pieces,
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.columns,
-        "AHEAD": tile.ahead,
-        "EVEN": weight.columns == weight.pieces * weight.piece and each % tile.ahead == 0,
-        "FORM": form,
-        "GATED": gated,
-    }
-    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
-    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **options)
 
 
 def unpack_rows(weight: CudaPackedMatrix, first: int, out: Tensor, pdl: bool | None) -> None:

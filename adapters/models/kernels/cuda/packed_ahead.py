@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,13 +10,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
+from adapters.models.kernels.cuda.descriptors import launch_options, shared_layout
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.triton.hopper import (
     hopper_packed,
     hopper_packed_row,
-    hopper_packed_shared,
-    hopper_packed_wide,
     hopper_row_registers,
 )
 from adapters.models.kernels.triton_launch import launch
@@ -27,15 +24,6 @@ if TYPE_CHECKING:
 
 AHEAD_ROWS = 8  # rows of x of a tile, and the most whose weights come ahead
 _STEPS = {"uint4", "int4", "int8", "e4m3"}  # those that were measured, and those of the same arithmetic
-_WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
-_SHARED_BYTES = 192 << 10  # the same for rows of x and unpacked weights
-_STEP = 64  # columns of a step of these
-_ROUND = 128  # columns that are unpacked at a time
-_PACKED_BYTES = 20 << 10  # of shared memory for their words and levels
-_SHARED_ROWS = {"uint4": 512}  # the fewest of a chain for which it is quicker to unpack to shared memory (decision 064)
-_WIDE_ROWS = {"uint4": (1024, 1024), "e4m3": (128, 256)}  # the most, of a chain and of pieces (decision 052)
-_WIDE_COLUMNS = 4096  # of pieces of E4M3, which takes the most instructions
-_WIDE_OUTPUTS = 128  # rows of the weight of a tile
 _RESERVED = 1 << 10  # bytes of shared memory that each program takes in addition to its own
 _BARRIERS = 1 << 8  # bytes of barriers, at most
 _SCALES = 16  # bytes of the scales of the four words of a row of a block
@@ -222,90 +210,6 @@ def multiply_row(
     sizes |= {"PIECES": weight.pieces, "BLOCK_N": tile.outputs}
     given = (x, out, weight.outputs, weight.blocks)
     launch(hopper_row_registers.packed_row_registers, grid, *weight.tensors, *given, **sizes, **options)
-
-
-def multiply_wide(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
-) -> bool:
-    """Multiply many rows, more than `NARROW_PACKED`, if that is quicker than to unpack the weight to memory first.
-    Return whether it is. processors: of the device.
-    """
-    if is_unpacked_to_shared(len(x), weight, x.dtype):
-        multiply_wide_shared(x, weight, out, gated=gated, pdl=pdl)
-    elif is_unpacked_in_registers(len(x), weight, x.dtype):
-        multiply_wide_ahead(x, weight, out, processors, gated=gated, pdl=pdl)
-    else:
-        return False
-    return True
-
-
-def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
-    """Return whether products of so many rows are quicker with a weight that is unpacked in registers than with one
-    that has been unpacked to memory. Only formats that were measured are.
-    """
-    chain, pieces = _WIDE_ROWS.get(weight.layout.steps, (0, 0))
-    if weight.pieces == 1:
-        most = chain
-    else:
-        most = 0 if weight.layout.steps == "e4m3" and weight.columns > _WIDE_COLUMNS else pieces
-    return dtype == torch.bfloat16 and count <= most
-
-
-def choose_wide_rows(count: int, weight: CudaPackedMatrix, processors: int) -> int:
-    """Choose the rows of x of a tile. With pieces a program has two sums of each element, so its tile is smaller."""
-    if weight.pieces == 1:
-        return 128 if count <= 256 else 256
-    return 64 if count_parts(count, 64) * count_parts(weight.outputs, _WIDE_OUTPUTS) <= processors else 128
-
-
-def multiply_wide_ahead(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, processors: int, *, gated: int, pdl: bool | None
-) -> None:
-    """Multiply many rows with a weight that is unpacked in registers. processors: of the device."""
-    form = weight.block_form
-    rows = choose_wide_rows(len(x), weight, processors)
-    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
-    sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
-    constants = {
-        "STAGES": _WIDE_BYTES // (rows * form.block * x.element_size()),
-        "GROUP": 8,
-        "FORM": form,
-        "GATED": gated,
-        "IN_PIECES": weight.pieces > 1,
-    }
-    descriptor = describe_blocks(x, rows, form.block)
-    options = launch_options(4, pdl)
-    launch(hopper_packed_wide.packed_wide, grid, *weight.tensors, descriptor, out, *sizes, **constants, **options)
-
-
-def is_unpacked_to_shared(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
-    """Return whether products of so many rows are quicker if some warps of each program unpack its weights to shared
-    memory. Only formats that were measured are. In pieces none is.
-    """
-    least = _SHARED_ROWS.get(weight.layout.steps, 0)
-    return dtype == torch.bfloat16 and weight.pieces == 1 and 0 < least <= count
-
-
-def multiply_wide_shared(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: int, pdl: bool | None) -> None:
-    """Multiply many rows with a weight that some warps unpack to shared memory."""
-    form = weight.block_form
-    rows = 256 if weight.pieces == 1 else 128
-    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
-    rounds = count_parts(weight.blocks * form.block, _ROUND)
-    sizes = (len(x), weight.outputs, rounds, weight.piece // _STEP, out.stride(0))
-    tile = AheadTile(_WIDE_OUTPUTS, _ROUND, 0, 4, 168)
-    words, levels = _describe_weight(weight, tile, 1)
-    constants = {
-        "W_LAYOUT": shared_layout((_WIDE_OUTPUTS, _STEP), x.dtype),
-        "STAGES": _SHARED_BYTES // ((rows + _WIDE_OUTPUTS) * _STEP * x.element_size()),
-        "AHEAD": _PACKED_BYTES // (4 * (math.prod(words.block_shape) + math.prod(levels.block_shape))),
-        "GROUP": 8,
-        "FORM": form,
-        "GATED": gated,
-        "IN_PIECES": weight.pieces > 1,
-    }
-    given = (words, levels, describe_blocks(x, rows, _STEP), out, *sizes)
-    launch(hopper_packed_shared.packed_shared, grid, *given, **constants, **launch_options(4, pdl))
 
 
 def _describe_weight(

@@ -169,7 +169,7 @@ def take_weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, SH
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
     c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
     found = numbers_of(words, (first, second), c, row, dtype, FORM, True, SHARES)
-    return _order_columns(found, FORM)
+    return order_step_columns(found, FORM)
 
 
 @gluon.jit
@@ -178,11 +178,11 @@ def take_weights_with(lines, scales, dtype: gl.constexpr, FORM: gl.constexpr):
     words = _take_words(lines)
     OWN: gl.constexpr = gl.SliceLayout(3, words.type.layout)
     both = gl.convert_layout(scales.permute((1, 2, 0, 3)), OWN, assert_trivial=True)
-    return _order_columns(numbers_of_words(words, both[:, :, :, None, :], dtype), FORM)
+    return order_step_columns(numbers_of_words(words, both[:, :, :, None, :], dtype), FORM)
 
 
 @gluon.jit
-def _order_columns(found, FORM: gl.constexpr):
+def order_step_columns(found, FORM: gl.constexpr):
     """Return numbers `[pieces, rows, blocks, lanes, words, ...]` as `[pieces, rows, columns]`."""
     is_long: gl.constexpr = FORM.block == 128
     found = found.permute((0, 1, 2, 4, 7, 6, 3, 5)) if is_long else found.permute((0, 1, 2, 4, 6, 3, 5))

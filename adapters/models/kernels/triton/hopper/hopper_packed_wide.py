@@ -4,6 +4,10 @@ The sums are those of `hopper_pieces` and `linear` with unpacked weights: the sa
 chain over ascending k in steps of 16. A weight is the tall operand and comes from registers. Each of two consumers has
 64 of its rows. It unpacks a block while the tensor cores multiply the block before. One warp brings rows of x, which
 both consumers read. No weight is unpacked to memory.
+
+The compiler may move the unpacking of a block behind the next wait for the tensor cores, and then nothing overlaps. So
+that wait comes after the product of the block, which needs the block's numbers. No product is in flight where a loop
+begins again, because the compiler would then wait for each instruction of the tensor cores.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.hopper.hopper_packed import order_step_columns
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
 from adapters.models.kernels.triton.packed import lanes_of, load_block, locate_piece, restore, store_narrow
-from adapters.models.kernels.triton.packed_numbers import weights_of
+from adapters.models.kernels.triton.packed_numbers import numbers_of, weights_of
 
 HEIGHT = gl.constexpr(64)  # rows of the weight of one consumer
 
@@ -33,9 +38,38 @@ def _fill(x_desc, ring, come, free, m0, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _unpack_left(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LEFT: gl.constexpr):
+def _add_axis(level, like):
+    """Return both words of a level as those of one block of several, to go with words `like`."""
+    OWN: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, like.type.layout))
+    low, high = level
+    low = gl.convert_layout(low.reshape(like.shape[:3]), OWN, assert_trivial=True)[:, :, :, None, None]
+    high = gl.convert_layout(high.reshape(like.shape[:3]), OWN, assert_trivial=True)[:, :, :, None, None]
+    return low, high
+
+
+@gluon.jit
+def _share_scales(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return what `weights_of` does. Each lane of a row makes the scale of one of its four words."""
+    words, halves = packed
+    first, _ = halves
+    n, _, _ = coordinates
+    words = words.reshape((1, HEIGHT, 1, 4, 4))
+    scale, inner, least, own = first
+    levels = (_add_axis(scale, words), _add_axis(inner, words), _add_axis(least, words), _add_axis(own, words))
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
+    c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
+    row, _ = _add_axis((n, n), words)
+    found = numbers_of(words, (levels, levels), c, row, dtype, FORM, True, True)
+    return order_step_columns(found, FORM)
+
+
+@gluon.jit
+def unpack_left(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LEFT: gl.constexpr):
     """Return a block of the weight as the left side of a product."""
-    found = weights_of(packed, coordinates, dtype, FORM, True).reshape((HEIGHT, FORM.block))
+    if FORM.has_scale_of_word and dtype == gl.bfloat16:
+        found = _share_scales(packed, coordinates, dtype, FORM).reshape((HEIGHT, FORM.block))
+    else:
+        found = weights_of(packed, coordinates, dtype, FORM, True).reshape((HEIGHT, FORM.block))
     return gl.convert_layout(found, LEFT, assert_trivial=True)
 
 
@@ -55,20 +89,27 @@ def _multiply_blocks(
     FORM: gl.constexpr,
     MMA: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """Multiply the blocks from `low` to `high`, from zero. w: the first of them. held: the packed one after it."""
+    """Multiply the blocks from `low` to `high`, from zero, PARTS at a time. w: the first of them. held: the packed one
+    after it. Returned are the sums, and both of the next blocks.
+    """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     BLOCK_M: gl.constexpr = ring.shape[1]
     acc = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
-    for step in range(low, high):
-        at = step % STAGES
-        mbarrier.wait(come.index(at), step // STAGES & 1)
-        adding = warpgroup_mma(w, ring.index(at).permute((1, 0)), acc, is_async=True)
-        coming = _unpack_left(held, coordinates, dtype, FORM, LEFT)
-        held = load_block(matrix, coordinates, gl.minimum(step + 2, blocks - 1), blocks, FORM)
-        acc, w, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, w, coming))
-        mbarrier.arrive(free.index(at), count=1)
-        w = coming
+    for first in range(low, high, PARTS):
+        for part in gl.static_range(PARTS):
+            step = first + part
+            at = step % STAGES
+            mbarrier.wait(come.index(at), step // STAGES & 1)
+            acc = warpgroup_mma(w, ring.index(at).permute((1, 0)), acc, is_async=True)
+            if part > 0:
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                mbarrier.arrive(free.index((step - 1) % STAGES), count=1)
+            w = unpack_left(held, coordinates, dtype, FORM, LEFT)
+            held = load_block(matrix, coordinates, gl.minimum(step + 2, blocks - 1), blocks, FORM)
+        acc, w = warpgroup_mma_wait(num_outstanding=0, deps=(acc, w))
+        mbarrier.arrive(free.index((first + (PARTS - 1)) % STAGES), count=1)
     return acc, w, held
 
 
@@ -85,6 +126,7 @@ def _consume(
     rows,
     columns,
     blocks,
+    steps,
     each,
     stride,
     NUMBER: gl.constexpr,
@@ -92,8 +134,9 @@ def _consume(
     GATED: gl.constexpr,
     IN_PIECES: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """Compute consumer NUMBER's rows of the weight. each: blocks of a piece."""
+    """Compute consumer NUMBER's rows of the weight. steps: blocks that are multiplied. each: blocks of a piece."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = ring.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -102,19 +145,19 @@ def _consume(
     own = n0 + NUMBER * HEIGHT
     matrix = (words_ptr, levels_ptr)
     coordinates = locate_piece(own, columns, HEIGHT, LANES)
-    w = _unpack_left(load_block(matrix, coordinates, 0, blocks, FORM), coordinates, dtype, FORM, LEFT)
+    w = unpack_left(load_block(matrix, coordinates, 0, blocks, FORM), coordinates, dtype, FORM, LEFT)
     held = load_block(matrix, coordinates, gl.minimum(1, blocks - 1), blocks, FORM)
     if IN_PIECES:
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
-        for first in range(0, blocks, each):
+        for first in range(0, steps, each):
             acc, w, held = _multiply_blocks(
-                first, gl.minimum(first + each, blocks), w, held, matrix, coordinates, ring, come, free, blocks,
-                dtype, FORM, MMA, STAGES,
+                first, gl.minimum(first + each, steps), w, held, matrix, coordinates, ring, come, free, blocks,
+                dtype, FORM, MMA, STAGES, PARTS,
             )  # fmt: skip
             total = total + acc
     else:
         total, w, held = _multiply_blocks(
-            0, blocks, w, held, matrix, coordinates, ring, come, free, blocks, dtype, FORM, MMA, STAGES
+            0, steps, w, held, matrix, coordinates, ring, come, free, blocks, dtype, FORM, MMA, STAGES, PARTS
         )
     PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     out = gl.convert_layout(restore(total, dtype, FORM).to(dtype), PAIRS)  # gates round their inputs like this as well
@@ -137,12 +180,14 @@ def packed_wide(
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     IN_PIECES: gl.constexpr,
+    PARTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for many rows. blocks: of a row of w. each: blocks of a piece. stride: from
     one row of out to the next.
 
     A program has the rows of x of one box of x_desc, and 128 rows of w. GROUP: tiles of rows that follow each other.
+    PARTS: blocks between two waits for all products, of which `each` is a multiple.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     row_tiles = gl.cdiv(rows, BLOCK_M)
@@ -152,6 +197,7 @@ def packed_wide(
     height = gl.minimum(row_tiles - group * GROUP, GROUP)
     m0 = (group * GROUP + (program % (GROUP * column_tiles)) % height) * BLOCK_M
     n0 = (program % (GROUP * column_tiles)) // height * (2 * HEIGHT)
+    steps = gl.cdiv(blocks, PARTS) * PARTS  # x is zero behind the last block
     ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, FORM.block], x_desc.layout)
     come = make_barriers(STAGES, 1)
     free = make_barriers(STAGES, 2)
@@ -164,18 +210,18 @@ def packed_wide(
             (
                 _consume,
                 (
-                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, each, stride, 0,
-                    FORM, GATED, IN_PIECES, STAGES,
+                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, steps, each,
+                    stride, 0, FORM, GATED, IN_PIECES, STAGES, PARTS,
                 ),
             ),
             (
                 _consume,
                 (
-                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, each, stride, 1,
-                    FORM, GATED, IN_PIECES, STAGES,
+                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, steps, each,
+                    stride, 1, FORM, GATED, IN_PIECES, STAGES, PARTS,
                 ),
             ),
-            (_fill, (x_desc, ring, come, free, m0, blocks, STAGES)),
+            (_fill, (x_desc, ring, come, free, m0, steps, STAGES)),
         ],
         [4, 1],
         [240, 24],
