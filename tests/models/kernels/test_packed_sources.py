@@ -38,16 +38,10 @@ BF16 = torch.bfloat16
 ROOM = "adapters.models.kernels.triton"
 LAUNCHERS = {
     triton_packed: ("packed",),
-    triton_ahead: tuple(
-        f"hopper.{name}"
-        for name in (
-            "hopper_packed",
-            "hopper_packed_parts",
-            "hopper_packed_row",
-            "hopper_packed_wide",
-            "hopper_row_registers",
-        )
-    ),
+    few_rows: ("packed",),
+    part_rows: ("hopper.hopper_packed_parts",),
+    many_rows: ("hopper.hopper_packed_wide",),
+    triton_ahead: ("hopper.hopper_packed", "hopper.hopper_packed_row", "hopper.hopper_row_registers"),
     triton_groups: ("packed_groups", "hopper.hopper_groups"),
 }
 
