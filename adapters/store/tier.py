@@ -9,9 +9,9 @@ and `Rates` refer to it. Another lower tier is one module that implements `Reada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from attrs import frozen
 
@@ -19,11 +19,10 @@ from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.file_format import Run
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
+from adapters.store.run_read import RunRead
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
-
-ReadCallback: TypeAlias = Callable[[Buffer], object]
 
 
 @frozen(eq=False)
@@ -125,9 +124,15 @@ class Upkeep(Protocol):
 class ReadableTier(LowerTier, Protocol):
     """A lower tier whose rows can be read back; a simulated one keeps none."""
 
-    async def read(self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = ...) -> Buffer:
-        """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
+    @property
+    def batch_bytes(self) -> int:
+        """Return the bytes of runs that are best read by one call of `read`; 0 where that is one run."""
+        ...
 
-        then: called with the buffer on the thread of `workers` that has read it. Raises Damaged, OSError, MemoryError.
+    async def read(self, reads: Sequence[RunRead], memory: SlabMemory, workers: Executor) -> None:
+        """Read runs of leased entries into buffers from `memory`. Afterwards each has a buffer or an error.
+
+        `RunRead.then` is called on the thread, of `workers` or of the tier, that has read the run. If one fails, that
+        does not concern the others.
         """
         ...

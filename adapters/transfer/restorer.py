@@ -46,14 +46,22 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.processors import count_processors
 from adapters.store.files.file_format import Kind
-from adapters.store.files.seekable import Damaged
 from adapters.store.lease import Lease
+from adapters.store.run_read import RunRead
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import RowMover, StateMover
 from adapters.transfer.fence import Fences
-from adapters.transfer.run_moves import ABANDONED, QueuedCopies, Restore, RunMove, plan_moves
+from adapters.transfer.run_moves import (
+    ABANDONED,
+    QueuedCopies,
+    Restore,
+    RunMove,
+    describe_failure,
+    plan_moves,
+    take_moves,
+)
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ports import RowsLost
 from effects.prefill import OpenSlot
@@ -153,28 +161,28 @@ class Restorer:
         await self._copy_moves(restore, moves)
 
     async def _read_and_copy(self, restore: Restore, queue: deque[RunMove]) -> None:
-        """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over."""
+        """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over.
+
+        Runs that are read together are also copied by one thread, each as soon as all are read.
+        """
         while queue and not restore.is_over:
-            move = queue.popleft()
-            copy_after_read = partial(self._copy_after_read, restore, move)
-            try:
-                tier = self.store.get_lower_tier(move.part.tier)
-                assert tier is not None, "rows in host memory are not read"
-                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, copy_after_read)
-            except Damaged as error:
-                restore.record_failure([move], StoreFailed("broken", str(error)))
-            except OSError as error:
-                restore.record_failure([move], StoreFailed("io", error.strerror or str(error)))
-            except MemoryError:
-                restore.record_failure([move], StoreFailed("out_of_memory", "no memory to read into"))
-            else:
-                await self._copy_moves(restore, [move])
+            tier = self.store.get_lower_tier(queue[0].part.tier)
+            assert tier is not None, "rows in host memory are not read"
+            moves = take_moves(queue, RUNS_IN_FLIGHT, tier.batch_bytes)
+            reads = [RunRead(move.part.entry, partial(self._copy_after_read, restore, move)) for move in moves]
+            await tier.read(reads, self.store.memory, self.workers)
+            for move, read in zip(moves, reads, strict=True):
+                if read.error is not None:
+                    restore.record_failure([move], describe_failure(read.error))
+                else:
+                    move.buffer = read.buffer
+            await self._copy_moves(restore, [move for move in moves if move.failure is None])
 
     def _copy_after_read(self, restore: Restore, move: RunMove, buffer: Buffer) -> None:
         """Copy a move on the thread that has read it: to wake another one would take longer."""
         self.store.promote(move.part.entry, buffer)
         move.buffer = buffer
-        if not restore.fence.is_open:
+        if restore.abandoned or not restore.fence.is_open:
             return
         left = tuple(move.missing_movers)
         for mover in left:

@@ -70,12 +70,19 @@ class FolderClient(ObjectClient):
                 found = decode(file)
             finally:
                 file.close()
-            if not claim.acquire(blocking=False):
-                raise StoreUnreachable("the caller has not waited for it")
+            take_claim(claim)
             then(found)
             return found
 
         return await self._run(read, compute_limit(size), claim)
+
+    async def read_files(
+        self, names: Sequence[str], size: int, read: Callable[[Sequence[str], Callable[[], None]], T]
+    ) -> T:
+        """Read files as `Folder` describes it."""
+        claim = threading.Lock()
+        paths = [f"{self._root}/{name}" for name in names]
+        return await self._run(partial(read, paths, partial(take_claim, claim)), compute_limit(size), claim)
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
@@ -151,6 +158,12 @@ class FolderFile:
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+
+def take_claim(claim: threading.Lock) -> None:
+    """Let the result of a call count. Raises StoreUnreachable if its caller has given up."""
+    if not claim.acquire(blocking=False):
+        raise StoreUnreachable("the caller has not waited for it")
 
 
 def write_to_folder(path: str, write: Callable[[str, str], T]) -> T:

@@ -62,6 +62,16 @@ class Folder(Protocol):
         """
         ...
 
+    async def read_files(
+        self, names: Sequence[str], size: int, read: Callable[[Sequence[str], Callable[[], None]], T]
+    ) -> T:
+        """Call a function with the paths of objects, on a thread, and return its result. size: bytes of all of them.
+
+        read: calls what it gets second before its result counts; that raises StoreUnreachable if the caller of this has
+        given up by then. So does the caller, within the limit of reading so many bytes.
+        """
+        ...
+
 
 @define(eq=False)
 class ObjectClient:

@@ -19,14 +19,17 @@ from attrs import evolve
 
 from adapters.models.kernels.cpu.native.native_library import find_library
 from adapters.sequence_layout import RowSpec, TensorSpec
+from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, derive_checkpoint_key, pack_tokens
+from adapters.store.file_description import make_entry
 from adapters.store.files import seekable, stored_file
 from adapters.store.files.codec import create_compressor
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import DraftLayout, Layout, Run, encode_run
 from adapters.store.files.read_run import fill_target
 from adapters.store.files.seekable import Damaged
-from adapters.store.files.stored_file import RowsToWrite, can_write_rows, plan_file
+from adapters.store.files.stored_file import PlannedRead, RowsToWrite, can_write_rows, plan_file, read_files
+from adapters.store.run_read import RunRead, get_buffer
 from adapters.store.shared import run_decoder
 from adapters.store.shared.folder_client import FolderFile
 from adapters.store.shared.run_decoder import RunDecoder
@@ -64,13 +67,17 @@ def write_rows(run: Run) -> bytes:
 def read(path: Path, raw: bytes, run: Run, layout: Layout = LAYOUT, *, helpers: bool = False) -> np.ndarray:
     """Return the rows of a file, as the shared tier reads them: in one call, or with helpers. Raises Damaged."""
     path.write_bytes(raw)
-    expected = Expected(len(raw), run, layout)
-    memory = SlabMemory()
+    run_read = RunRead(make_entry(run, 1, len(raw), layout.compute_root("rows")))
+    damaged = list[Entry]()
+    decoder = RunDecoder(layout, SlabMemory(), damaged.append)
     file = FolderFile(str(path))
     try:
         with ThreadPoolExecutor(2) as pool:
-            decoder = RunDecoder(expected, None if helpers else plan_file(expected), pool if helpers else None, memory)
-            return decoder.decode(file).data.numpy()
+            if helpers:
+                return decoder.decode(run_read, file, pool).data.numpy()
+        decoder.read_files([run_read], [str(path)], lambda: None)
+        assert damaged == [run_read.entry] * isinstance(run_read.error, Damaged)
+        return get_buffer(run_read).data.numpy()
     finally:
         file.close()
 
@@ -300,7 +307,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     address = np.frombuffer(space, np.uint8).ctypes.data
     os.mkfifo(tmp_path / "pipe")
     for name in ("nothing", "pipe", "."):
-        assert not plan.read(str(tmp_path / name), address)
+        assert read_files([PlannedRead(plan, os.fsencode(tmp_path / name), address)]) == ["other"]
         with pytest.raises((Damaged, FileNotFoundError)):
             fill_target(FolderFile(str(tmp_path / name)), expected, None, memoryview(space))
 

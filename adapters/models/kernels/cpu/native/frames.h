@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -114,32 +115,117 @@ void rekindle_pack_frame(const uint8_t *data, long content, uint8_t *out) {
     memcpy(out, &sum, FRAME_CHECKSUM);
 }
 
-// Reads exactly such a frame of `length` bytes at `at` of a file, its content straight into `out`. Returns its checksum, or
-// -1 if that fails or it is not byte for byte the frame that `rekindle_pack_frame` writes; then `out` may hold anything.
-static long read_frame(int file, long at, long length, uint8_t *out, long content) {
-    uint8_t expected[FRAME_HEAD + BLOCK_HEAD], found[FRAME_HEAD + BLOCK_HEAD];
-    const uint32_t magic = FRAME_MAGIC, size = (uint32_t)content;
-    uint32_t sum;
-    if (content <= 0 || content > UINT32_MAX || length != rekindle_frame_bytes(content)) return -1;
-    memcpy(expected, &magic, 4);
-    expected[4] = ONE_SEGMENT;
-    memcpy(expected + 5, &size, 4);
-    long heads = FRAME_HEAD; // bytes before the head of the block
+// A frame that is read block by block. at: of the file. out: of its content. done: bytes of the content so far.
+typedef struct {
+    int file;
+    long at, content, done;
+    uint8_t *out;
     xxh64_t hash;
-    xx_begin(&hash);
-    for (long done = 0; done < content;) {
-        const long bytes = content - done < BLOCK_BYTES ? content - done : BLOCK_BYTES;
-        const uint32_t head = (uint32_t)bytes << 3 | (done + bytes == content);
-        memcpy(expected + heads, &head, BLOCK_HEAD);
-        heads += BLOCK_HEAD;
-        const struct iovec parts[2] = {{found, (size_t)heads}, {out + done, (size_t)bytes}};
-        if (preadv(file, parts, 2, at) != heads + bytes || memcmp(found, expected, (size_t)heads)) return -1;
-        at += heads + bytes, done += bytes, heads = 0;
-        xx_stripes(&hash, out + hash.count, (done - hash.count) & ~31l);
-    }
-    if (pread(file, &sum, FRAME_CHECKSUM, at) != FRAME_CHECKSUM) return -1;
-    return sum == (uint32_t)xx_end(&hash, out + hash.count, content - hash.count) ? (long)sum : -1;
+} frame_t;
+
+static long block_bytes(const frame_t *frame) {
+    return frame->content - frame->done < BLOCK_BYTES ? frame->content - frame->done : BLOCK_BYTES;
 }
+
+// Writes what stands before the next block of a frame to `heads`, as `rekindle_pack_frame` does. Returns its bytes.
+static long expect_heads(const frame_t *frame, uint8_t *heads) {
+    const uint32_t magic = FRAME_MAGIC, size = (uint32_t)frame->content;
+    const long bytes = block_bytes(frame), before = frame->done ? 0 : FRAME_HEAD;
+    const uint32_t head = (uint32_t)bytes << 3 | (frame->done + bytes == frame->content);
+    if (before) {
+        memcpy(heads, &magic, 4);
+        heads[4] = ONE_SEGMENT;
+        memcpy(heads + 5, &size, 4);
+    }
+    memcpy(heads + before, &head, BLOCK_HEAD);
+    return before + BLOCK_HEAD;
+}
+
+// Reads the next block of a frame to `to`, which has BLOCK_SPACE bytes before it. Returns 0, or -1 if its head is another.
+static long fetch_block(frame_t *frame, uint8_t *to) {
+    uint8_t expected[FRAME_HEAD + BLOCK_HEAD];
+    const long heads = expect_heads(frame, expected), bytes = block_bytes(frame);
+    if (pread(frame->file, to - heads, (size_t)(heads + bytes), frame->at) != heads + bytes) return -1;
+    frame->at += heads + bytes;
+    return memcmp(to - heads, expected, (size_t)heads) ? -1 : 0;
+}
+
+// Reads the next block of a frame straight to its place, and hashes it there. Returns 0, or -1 if its head is another.
+static long read_block(frame_t *frame) {
+    uint8_t expected[FRAME_HEAD + BLOCK_HEAD], found[FRAME_HEAD + BLOCK_HEAD];
+    const long heads = expect_heads(frame, expected), bytes = block_bytes(frame);
+    const struct iovec parts[2] = {{found, (size_t)heads}, {frame->out + frame->done, (size_t)bytes}};
+    if (preadv(frame->file, parts, 2, frame->at) != heads + bytes || memcmp(found, expected, (size_t)heads)) return -1;
+    frame->at += heads + bytes, frame->done += bytes;
+    xx_stripes(&frame->hash, frame->out + frame->hash.count, (frame->done - frame->hash.count) & ~31l);
+    return 0;
+}
+
+// Reads the rest of a frame. Returns its checksum, or -1 if it is another frame or cannot be read.
+static long end_frame(frame_t *frame) {
+    uint32_t sum;
+    while (frame->done < frame->content)
+        if (read_block(frame)) return -1;
+    if (pread(frame->file, &sum, FRAME_CHECKSUM, frame->at) != FRAME_CHECKSUM) return -1;
+    const uint8_t *rest = frame->out + frame->hash.count;
+    return sum == (uint32_t)xx_end(&frame->hash, rest, frame->content - frame->hash.count) ? (long)sum : -1;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+// Two frames at once, with eight lanes of 64 bits. Their blocks are read to a small space that stays in the second cache.
+// From there one pass hashes them and writes them past the caches, in whole lines. So a byte of rows is fetched from memory
+// once and written once, and hashing costs nothing beside that: 0.26 s/GB instead of 0.35 (Xeon, 2.8 GHz, files in memory).
+
+#define BLOCK_SPACE 64 // bytes before a block, for what stands there in the file
+#define FOR_PAIRS __attribute__((target("avx512f,avx512dq,prefer-vector-width=512")))
+
+static __thread uint8_t pair_space[2][BLOCK_SPACE + BLOCK_BYTES] __attribute__((aligned(64)));
+
+static long reads_pairs(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"); }
+
+// `xx_round` in each lane. The second product is made of three of 32 bits: two of them begin as soon as the sum is there,
+// and are done twice as soon as a whole one, for which the next word would wait.
+FOR_PAIRS static inline __m512i xx_pair_round(__m512i lanes, __m512i words) {
+    const __m512i low = _mm512_set1_epi64(XX1 & 0xffffffffu), high = _mm512_set1_epi64(XX1 >> 32);
+    const __m512i sum = _mm512_add_epi64(lanes, _mm512_mullo_epi64(words, _mm512_set1_epi64((long long)XX2)));
+    const __m512i lower = _mm512_rol_epi64(sum, 31), upper = _mm512_srli_epi64(sum, 1); // halves of the rotated sum
+    const __m512i cross = _mm512_add_epi64(_mm512_mul_epu32(upper, low), _mm512_mul_epu32(lower, high));
+    return _mm512_add_epi64(_mm512_mul_epu32(lower, low), _mm512_slli_epi64(cross, 32));
+}
+
+// Hashes and copies `bytes` of two frames, a multiple of 64. The places that they go to begin at multiples of 64.
+FOR_PAIRS static void pass_pair(frame_t *one, frame_t *two, const uint8_t *from, const uint8_t *from_two, long bytes) {
+    uint8_t *to = one->out + one->done, *to_two = two->out + two->done;
+    __m512i lanes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)one->hash.lanes));
+    lanes = _mm512_inserti64x4(lanes, _mm256_loadu_si256((const __m256i *)two->hash.lanes), 1);
+    for (long at = 0; at < bytes; at += 64) {
+        const __m512i line = _mm512_load_si512(from + at), line_two = _mm512_load_si512(from_two + at);
+        _mm512_stream_si512((void *)(to + at), line);
+        _mm512_stream_si512((void *)(to_two + at), line_two);
+        lanes = xx_pair_round(lanes, _mm512_shuffle_i64x2(line, line_two, 0x44));
+        lanes = xx_pair_round(lanes, _mm512_shuffle_i64x2(line, line_two, 0xee));
+    }
+    _mm256_storeu_si256((__m256i *)one->hash.lanes, _mm512_castsi512_si256(lanes));
+    _mm256_storeu_si256((__m256i *)two->hash.lanes, _mm512_extracti64x4_epi64(lanes, 1));
+    one->hash.count += bytes, one->done += bytes;
+    two->hash.count += bytes, two->done += bytes;
+}
+
+// Reads whole blocks of two frames while both have some. Returns 0, or -1 if one is another frame or cannot be read.
+static long read_pair(frame_t *one, frame_t *two) {
+    uint8_t *space = pair_space[0] + BLOCK_SPACE, *space_two = pair_space[1] + BLOCK_SPACE;
+    if (((uintptr_t)one->out | (uintptr_t)two->out) % 64) return 0;
+    while (one->content - one->done >= BLOCK_BYTES && two->content - two->done >= BLOCK_BYTES) {
+        if (fetch_block(one, space) || fetch_block(two, space_two)) return -1;
+        pass_pair(one, two, space, space_two, BLOCK_BYTES);
+    }
+    _mm_sfence(); // writes past the caches come before whatever says that they are there
+    return 0;
+}
+#else
+static long reads_pairs(void) { return 0; }
+static long read_pair(frame_t *one, frame_t *two) { (void)one, (void)two; return 0; }
+#endif
 
 // Reads exactly `length` bytes at `at` of a file. Returns 0, or -1 if there are fewer or reading fails.
 static long read_exactly(int file, long at, uint8_t *out, long length) {
@@ -152,33 +238,88 @@ static long read_exactly(int file, long at, uint8_t *out, long length) {
 }
 
 // Reads neighbouring frames of a file from `at` on, which hold `content` bytes, `frame` in each and fewer in the last,
-// straight into `out`. `sums` gets their checksums, which are compared. Returns 0, or -1 as `read_frame` does.
+// straight into `out`. `sums` gets their checksums, which are compared. Returns 0, or -1 if that fails or they are not byte
+// for byte the frames that `rekindle_pack_frame` writes; then `out` may hold anything.
 long rekindle_read_frames(int file, long at, uint8_t *out, long content, long frame, uint32_t *sums) {
-    for (long done = 0; done < content; done += frame) {
-        const long bytes = content - done < frame ? content - done : frame;
-        const long length = rekindle_frame_bytes(bytes);
-        const long sum = read_frame(file, at, length, out + done, bytes);
-        if (sum < 0) return -1;
-        *sums++ = (uint32_t)sum;
-        at += length;
+    const long together = reads_pairs() ? 2 : 1;
+    for (long done = 0; done < content;) {
+        frame_t frames[2];
+        long count = 0;
+        for (; count < together && done < content; count++) {
+            const long bytes = content - done < frame ? content - done : frame;
+            if (bytes > UINT32_MAX) return -1;
+            frames[count] = (frame_t){.file = file, .at = at, .content = bytes, .out = out + done};
+            xx_begin(&frames[count].hash);
+            at += rekindle_frame_bytes(bytes), done += bytes;
+        }
+        if (count == 2 && read_pair(&frames[0], &frames[1])) return -1;
+        for (long one = 0; one < count; one++) {
+            const long sum = end_frame(&frames[one]);
+            if (sum < 0) return -1;
+            *sums++ = (uint32_t)sum;
+        }
     }
     return 0;
 }
 
-// Opens and reads a whole file of `size` bytes: a first part of `head` bytes, such frames, and a last part of `table`
-// bytes. `ends` gets the first and the last part as they are. Returns 0, or -1 if it is no such file or cannot be read.
-long rekindle_read_file(
-    const char *path, long size, long head, uint8_t *ends, long table, uint8_t *out, long content, long frame,
-    uint32_t *sums
-) {
-    const int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); // a pipe of that name would wait for its writer
-    if (file < 0) return -1;
+// A whole file of `size` bytes: a first part of `head` bytes, frames as above, and a last part of `table` bytes. `ends` gets
+// the first and the last part as they are. found: 0 if it was read, NOT_CACHED, or NO_SUCH_FILE if it is no such file or
+// cannot be read.
+typedef struct {
+    const char *path;
+    long size, head, table;
+    uint8_t *ends, *out;
+    long content, frame;
+    uint32_t *sums;
+    long found;
+} stored_t;
+
+#define NO_SUCH_FILE -1
+#define NOT_CACHED 1
+#define PAGE_BYTES 4096
+
+// Are more than half of a file's pages in the page cache? The question itself does not load them.
+static long is_cached(int file, long size) {
+#ifdef __linux__
+    const long pages = (size + PAGE_BYTES - 1) / PAGE_BYTES;
+    unsigned char *found = malloc((size_t)pages);
+    void *mapped = found ? mmap(NULL, (size_t)size, PROT_READ, MAP_SHARED, file, 0) : MAP_FAILED;
+    long there = pages; // where nobody knows
+    if (mapped != MAP_FAILED) {
+        if (sysconf(_SC_PAGESIZE) == PAGE_BYTES && !mincore(mapped, (size_t)size, found)) {
+            there = 0;
+            for (long page = 0; page < pages; page++) there += found[page] & 1;
+        }
+        munmap(mapped, (size_t)size);
+    }
+    free(found);
+    return 2 * there > pages;
+#else
+    (void)file, (void)size;
+    return 1;
+#endif
+}
+
+static long read_stored(int folder, const stored_t *stored, int only_cached) {
+    const int flags = O_RDONLY | O_NONBLOCK | O_CLOEXEC; // a pipe of that name would wait for its writer
+    const int file = openat(folder, stored->path, only_cached ? flags | O_NOFOLLOW : flags);
+    if (file < 0) return NO_SUCH_FILE;
     struct stat facts;
-    long failed = fstat(file, &facts) || !S_ISREG(facts.st_mode) || facts.st_size != size;
-    failed = failed || read_exactly(file, 0, ends, head) || read_exactly(file, size - table, ends + head, table);
-    failed = failed || rekindle_read_frames(file, head, out, content, frame, sums);
+    const long before = stored->size - stored->table;
+    long found = fstat(file, &facts) || !S_ISREG(facts.st_mode) || facts.st_size != stored->size ? NO_SUCH_FILE : 0;
+    if (!found && only_cached && !is_cached(file, stored->size)) found = NOT_CACHED;
+    if (!found && (read_exactly(file, 0, stored->ends, stored->head) ||
+                   read_exactly(file, before, stored->ends + stored->head, stored->table) ||
+                   rekindle_read_frames(file, stored->head, stored->out, stored->content, stored->frame, stored->sums)))
+        found = NO_SUCH_FILE;
     close(file);
-    return failed ? -1 : 0;
+    return found;
+}
+
+// Opens and reads files, one after the other. folder: where relative paths begin. only_cached: leave those that the page
+// cache does not hold, and follow no links.
+void rekindle_read_files(int folder, stored_t *files, long count, int only_cached) {
+    for (long at = 0; at < count; at++) files[at].found = read_stored(folder, files + at, only_cached);
 }
 
 // Writes all of these parts, which it changes, to the end of a file. Returns 0 or the number of the error.
