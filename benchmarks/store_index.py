@@ -36,9 +36,9 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss
 from adapters.store.open_store import create_index, open_disk
-from adapters.store.run_read import read_run
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
+from adapters.store.tier import read_run
 from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.results import Figure, Goal, publish

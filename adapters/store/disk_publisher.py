@@ -19,10 +19,9 @@ from attrs import define, field
 from adapters.store.block_index import Entry
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.seekable import Damaged
-from adapters.store.run_read import read_run
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import SlabMemory
-from adapters.store.tier import WriteRun
+from adapters.store.tier import WriteRun, read_run
 from adapters.watched_thread import WatchedThread
 
 log = logging.getLogger("rekindle.store")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from attrs import define
 
 from adapters.store.block_index import Entry
 from adapters.store.slab_memory import Buffer
 
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
-    from adapters.store.slab_memory import SlabMemory
-    from adapters.store.tier import ReadableTier
-
 # Runs that a thread reads before it returns to the event loop. What both do between two reads needs the interpreter
 # (decision 075).
 BATCH_BYTES = 16 << 20
 ReadCallback: TypeAlias = Callable[[Buffer], object]
-T = TypeVar("T")
 
 
 def ignore(_: Buffer) -> None:
@@ -59,13 +52,6 @@ def give_error(read: RunRead, error: Exception) -> None:
     """End a read without a buffer. The error keeps no frames, whose variables would keep memory that was read into."""
     error.__context__ = error.__cause__ = None
     read.error = error.with_traceback(None)
-
-
-async def read_run(tier: ReadableTier, entry: Entry, memory: SlabMemory, workers: Executor) -> Buffer:
-    """Return the tensors of one leased entry. Raises Damaged, OSError or MemoryError."""
-    read = RunRead(entry)
-    await tier.read([read], memory, workers)
-    return get_buffer(read)
 
 
 def get_buffer(read: RunRead) -> Buffer:

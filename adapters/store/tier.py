@@ -19,7 +19,7 @@ from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.file_format import Run
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
-from adapters.store.run_read import RunRead
+from adapters.store.run_read import RunRead, get_buffer
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
@@ -136,3 +136,10 @@ class ReadableTier(LowerTier, Protocol):
         does not concern the others.
         """
         ...
+
+
+async def read_run(tier: ReadableTier, entry: Entry, memory: SlabMemory, workers: Executor) -> Buffer:
+    """Return the tensors of one leased entry. Raises Damaged, OSError or MemoryError."""
+    read = RunRead(entry)
+    await tier.read([read], memory, workers)
+    return get_buffer(read)

@@ -25,9 +25,9 @@ from adapters.store.host_tier import HostTier
 from adapters.store.lease import LeasedPart, Miss
 from adapters.store.lookup import Lookup, LookupOutcome
 from adapters.store.open_store import create_index, open_disk
-from adapters.store.run_read import read_run
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
+from adapters.store.tier import read_run
 from adapters.transfer.copy_rows import view_tensors
 from effects.ids import LeaseId, RequestId, Tokens
 from effects.lookup import FindPrefix

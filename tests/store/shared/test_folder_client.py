@@ -24,7 +24,6 @@ from adapters.store.files.codec import Codec, CodecChooser
 from adapters.store.files.file_format import Layout, Run
 from adapters.store.files.read_run import RunContent
 from adapters.store.files.seekable import Damaged
-from adapters.store.run_read import read_run
 from adapters.store.shared import folder_client, publisher
 from adapters.store.shared.folder_client import FolderClient, write_file
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
@@ -34,7 +33,7 @@ from adapters.store.shared.publisher import LentRows, write_from_rows
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.stored_reads import fill_memory
-from adapters.store.tier import WriteRun
+from adapters.store.tier import WriteRun, read_run
 
 pytestmark = pytest.mark.timeout(60)
 NAME = "0123/run"
