@@ -143,7 +143,7 @@ class FileCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ends", "out")),
         *((name, ctypes.c_long) for name in ("content", "frame")),
         ("sums", ctypes.c_void_p),
-        ("found", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("failures", "found")),
     ]
 
 
