@@ -66,7 +66,7 @@ from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.files.read_run import PIECE_BYTES, RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
-from adapters.store.run_read import BATCH_BYTES, RunRead, choose_batch_length
+from adapters.store.run_read import BATCH_BYTES, RunRead, take_batch
 from adapters.store.shared.object_client import Folder, ObjectClient
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.open_client import open_client
@@ -424,8 +424,8 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
 
     async def work() -> None:
         while entries:
-            count = choose_batch_length(len(entries), RUNS_IN_FLIGHT, entries[0].size, tier.batch_bytes)
-            reads = [RunRead(entries.popleft()) for _ in range(count)]
+            batch = take_batch(entries, RUNS_IN_FLIGHT, tier.batch_bytes, lambda _: (tier, RUN_BYTES))
+            reads = [RunRead(entry) for entry in batch]
             await tier.read(reads, memory, workers)
             assert all(read.buffer is not None for read in reads)
 

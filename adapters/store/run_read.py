@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from attrs import define
 
 from adapters.store.block_index import Entry
 from adapters.store.slab_memory import Buffer
 
-# Runs that a thread reads before it returns to the event loop. What both do between two reads needs the interpreter
-# (decision 075).
-BATCH_BYTES = 16 << 20
+# Rows that a thread reads before it returns to the event loop: four frames, which are hashed together. What thread and
+# loop do between two reads needs the interpreter (decision 075).
+BATCH_BYTES = 8 << 20
 ReadCallback: TypeAlias = Callable[[Buffer], object]
+T = TypeVar("T")
 
 
 def ignore(_: Buffer) -> None:
@@ -34,12 +36,22 @@ class RunRead:
     error: Exception | None = None
 
 
-def choose_batch_length(waiting: int, tasks: int, run_bytes: int, batch_bytes: int) -> int:
-    """Return how many of the waiting runs, at least 1, one of several tasks should read together.
+def take_batch(queue: deque[T], tasks: int, batch_bytes: int, describe: Callable[[T], tuple[object, int]]) -> list[T]:
+    """Take the runs that one of several tasks reads together next: neighbours that come from one tier.
 
-    Few near the end, so that all tasks end at the same time. run_bytes: of one run. batch_bytes: as tiers have it.
+    It is one run at least, and otherwise at most the task's share of what waits, so that all tasks end at the same
+    time. describe: returns the tier and the bytes of a run. batch_bytes: the most that they may be together.
     """
-    return max(1, min(batch_bytes // run_bytes, waiting // tasks))
+    share = len(queue) // tasks
+    batch = [queue.popleft()]
+    tier, total = describe(batch[0])
+    while queue and len(batch) < share:
+        next_tier, size = describe(queue[0])
+        total += size
+        if next_tier != tier or total > batch_bytes:
+            break
+        batch.append(queue.popleft())
+    return batch
 
 
 def give_buffer(read: RunRead, buffer: Buffer) -> None:

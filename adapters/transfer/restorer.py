@@ -47,7 +47,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.processors import count_processors
 from adapters.store.files.file_format import Kind
 from adapters.store.lease import Lease
-from adapters.store.run_read import RunRead
+from adapters.store.run_read import RunRead, take_batch
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
@@ -60,7 +60,6 @@ from adapters.transfer.run_moves import (
     RunMove,
     describe_failure,
     plan_moves,
-    take_moves,
 )
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ports import RowsLost
@@ -168,7 +167,7 @@ class Restorer:
         while queue and not restore.is_over:
             tier = self.store.get_lower_tier(queue[0].part.tier)
             assert tier is not None, "rows in host memory are not read"
-            moves = take_moves(queue, RUNS_IN_FLIGHT, tier.batch_bytes)
+            moves = take_batch(queue, RUNS_IN_FLIGHT, tier.batch_bytes, self._describe_move)
             reads = [RunRead(move.part.entry, partial(self._copy_after_read, restore, move)) for move in moves]
             await tier.read(reads, self.store.memory, self.workers)
             for move, read in zip(moves, reads, strict=True):
@@ -300,6 +299,11 @@ class Restorer:
             state.rows_ahead = rows
             return StoreFailed("lost", str(error))
         return None
+
+    def _describe_move(self, move: RunMove) -> tuple[str, int]:
+        """Return the tier that a move is read from, and the bytes of the run that is read."""
+        entry = move.part.entry
+        return move.part.tier, self.store.layout.compute_size(entry.kind, entry.length)
 
     def _count_bytes(self, move: RunMove) -> int:
         return self.store.layout.compute_size(move.kind, move.span[1] - move.span[0])

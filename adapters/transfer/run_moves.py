@@ -18,7 +18,6 @@ from attrs import define
 from adapters.models.decoder.shard import NamedTensors
 from adapters.store.files.file_format import Kind
 from adapters.store.lease import Lease, LeasedPart
-from adapters.store.run_read import choose_batch_length
 from adapters.store.slab_memory import Buffer
 from adapters.transfer.copy_rows import BufferedRun, RowMover
 from adapters.transfer.fence import Fence
@@ -145,19 +144,6 @@ def plan_moves(lease: Lease, effect: RestoreBlocks, movers: Mapping[Kind, Sequen
     for part in lease.states:
         if part.stop == effect.stop:
             yield RunMove(part, (part.start, part.stop), [])
-
-
-def take_moves(queue: deque[RunMove], tasks: int, batch_bytes: int) -> list[RunMove]:
-    """Take the moves that one of several tasks reads next: neighbours of one tier, whose runs are together that large.
-
-    The queue is not empty. batch_bytes: of the tier of its first move.
-    """
-    first = queue[0].part
-    count = choose_batch_length(len(queue), tasks, first.entry.size, batch_bytes)
-    moves = [queue.popleft()]
-    while queue and len(moves) < count and queue[0].part.tier == first.tier:
-        moves.append(queue.popleft())
-    return moves
 
 
 def describe_failure(error: Exception) -> StoreFailed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.read_run import RunFile
 from adapters.store.files.seekable import Damaged
 from adapters.store.open_store import create_index
-from adapters.store.run_read import RunRead, choose_batch_length, give_error
+from adapters.store.run_read import RunRead, give_error, take_batch
 from adapters.store.shared import folder_client
 from adapters.store.shared.object_client import StoreUnreachable
 from adapters.store.shared.object_names import name_entry
@@ -207,14 +208,25 @@ def test_no_memory_for_a_run_concerns_no_other(disk: DiskTier, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("waiting", "run_bytes", "length"),
-    [(96, 4 << 20, 4), (31, 4 << 20, 3), (15, 4 << 20, 1), (2, 4 << 20, 1), (96, 32 << 20, 1), (96, 1 << 20, 12)],
+    ("waiting", "run_bytes", "batch_bytes", "length"),
+    [(96, 4, 16, 4), (96, 4, 15, 3), (31, 4, 16, 3), (15, 4, 16, 1), (2, 4, 16, 1), (96, 32, 16, 1), (96, 4, 0, 1)],
 )
 def test_a_task_takes_what_is_read_together_and_no_more_than_its_share(
-    waiting: int, run_bytes: int, length: int
+    waiting: int, run_bytes: int, batch_bytes: int, length: int
 ) -> None:
-    assert choose_batch_length(waiting, 8, run_bytes, 16 << 20) == length
-    assert choose_batch_length(waiting, 8, run_bytes, 0) == 1
+    queue = deque(range(waiting))
+    assert take_batch(queue, 8, batch_bytes, lambda _: ("disk", run_bytes)) == [*range(length)]
+    assert [*queue] == [*range(length, waiting)]
+
+
+def test_a_batch_comes_from_one_tier_and_counts_every_run() -> None:
+    """A short run first must not let many long ones in."""
+    runs = [("disk", 1), ("disk", 6), ("disk", 6), ("shared", 1), ("shared", 1), ("disk", 1)]
+    queue = deque(runs)
+    batches = list[list[tuple[str, int]]]()
+    while queue:
+        batches.append(take_batch(queue, 1, 8, lambda run: run))
+    assert batches == [runs[:2], runs[2:3], runs[3:5], runs[5:]]
 
 
 def test_an_error_lets_go_of_the_memory_that_was_read_into() -> None:
