@@ -294,7 +294,8 @@ def frames(chance: random.Random, native: NativeLibrary) -> Finds:
     frame = np.empty(native.code.rekindle_frame_bytes(size), np.uint8)
     native.code.rekindle_pack_frame(content.ctypes.data, size, frame.ctypes.data)
     assert zstandard.ZstdDecompressor().decompress(frame.tobytes()) == content.tobytes()
-    files(chance, native, content)
+    if size:
+        files(chance, native, content)
     return lambda _: []
 
 
