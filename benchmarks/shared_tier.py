@@ -60,6 +60,7 @@ from attrs import define, evolve, field
 
 from adapters.processors import count_processors
 from adapters.sequence_layout import RowSpec
+from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.expected import Expected
@@ -67,7 +68,7 @@ from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.files.read_run import PIECE_BYTES, RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.run_read import BATCH_BYTES, RunRead, take_batch
-from adapters.store.shared.object_client import Folder, ObjectClient
+from adapters.store.shared.object_client import Folder, ObjectClient, ReadLimit
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
@@ -231,6 +232,23 @@ async def sleep_until(end_s: float) -> None:
 
 
 @define(eq=False)
+class PacedLimit:
+    """A limit of a call that also waits until the bytes have passed that it begins to read."""
+
+    plain: ReadLimit
+    pace: Pace
+
+    def begin(self, size: int) -> None:
+        end_s = self.pace.take(size)
+        if (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        self.plain.begin(size)
+
+    def claim(self) -> None:
+        self.plain.claim()
+
+
+@define(eq=False)
 class PacedClient(ObjectClient):
     """A client of a store that gives a limited rate.
 
@@ -268,18 +286,11 @@ class PacedClient(ObjectClient):
         written = self.plain.write_object(name, parts, replace=replace)
         await self.pace.run(written, sum(map(len, parts)))
 
-    async def read_files(
-        self, names: Sequence[str], size: int, read: Callable[[Sequence[str], Callable[[], None]], T]
-    ) -> T:
+    async def read_files(self, read: Callable[[Callable[[str], str], ReadLimit], T]) -> T:
         assert self.plain.folder is not None
-        end_s = self.pace.take(size)
-
-        def read_later(paths: Sequence[str], claim: Callable[[], None]) -> T:
-            if (left_s := end_s - time.perf_counter()) > 0:
-                time.sleep(left_s)
-            return read(paths, claim)
-
-        return await self.plain.folder.read_files(names, size, read_later)
+        return await self.plain.folder.read_files(
+            lambda locate, limit: read(locate, PacedLimit(limit, self.pace))  # each batch as its bytes pass
+        )
 
     async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
         assert self.plain.folder is not None
@@ -422,12 +433,24 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
     """The whole tier, asked as a restore asks it: by as many tasks, each for some runs at a time."""
     entries = deque(tier.index.entries.values())
 
+    def describe(_: Entry) -> tuple[str, int]:
+        return tier.name, RUN_BYTES
+
+    lock = threading.Lock()
+
     async def work() -> None:
-        while entries:
-            batch = take_batch(entries, RUNS_IN_FLIGHT, tier.batch_bytes, lambda _: (tier, RUN_BYTES))
-            reads = [RunRead(entry) for entry in batch]
-            await tier.read(reads, memory, workers)
+        reads = list[RunRead]()
+
+        def take() -> list[RunRead]:
+            nonlocal reads
             assert all(read.buffer is not None for read in reads)
+            with lock:
+                batch = take_batch(entries, RUNS_IN_FLIGHT, tier.batch_bytes, describe) if entries else []
+            reads = [RunRead(entry) for entry in batch]
+            return reads
+
+        await tier.read(take, memory, workers)
+        assert not reads
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 from attrs import define
@@ -15,6 +15,10 @@ from adapters.store.slab_memory import Buffer
 # loop do between two reads needs the interpreter (decision 075).
 BATCH_BYTES = 8 << 20
 ReadCallback: TypeAlias = Callable[[Buffer], object]
+# Returns the runs to read next. If there are none, nothing is left, or the caller has to do something first. The thread
+# that has read what it returned before calls it, so that this thread need not wait for an event loop.
+ReadSource: TypeAlias = Callable[[], "Sequence[RunRead]"]
+ReadResult: TypeAlias = tuple[Entry, Exception | None]
 T = TypeVar("T")
 
 
@@ -54,6 +58,12 @@ def take_batch(queue: deque[T], tasks: int, batch_bytes: int, describe: Callable
     return batch
 
 
+def take_once(read: RunRead) -> ReadSource:
+    """Return a source of one run."""
+    left = [read]
+    return lambda: [left.pop()] if left else []
+
+
 def give_buffer(read: RunRead, buffer: Buffer) -> None:
     """End a read on the thread that has done it."""
     read.buffer = buffer
@@ -64,6 +74,11 @@ def give_error(read: RunRead, error: Exception) -> None:
     """End a read without a buffer. The error keeps no frames, whose variables would keep memory that was read into."""
     error.__context__ = error.__cause__ = None
     read.error = error.with_traceback(None)
+
+
+def list_results(reads: Sequence[RunRead]) -> list[ReadResult]:
+    """Return the entries of reads that are over, with their errors."""
+    return [(read.entry, read.error) for read in reads]
 
 
 def get_buffer(read: RunRead) -> Buffer:

@@ -9,7 +9,7 @@ and `Rates` refer to it. Another lower tier is one module that implements `Reada
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.file_format import Run
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
-from adapters.store.run_read import RunRead, get_buffer
+from adapters.store.run_read import ReadSource, RunRead, get_buffer, take_once
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
@@ -129,11 +129,12 @@ class ReadableTier(LowerTier, Protocol):
         """Return the bytes of runs that are best read by one call of `read`; 0 where that is one run."""
         ...
 
-    async def read(self, reads: Sequence[RunRead], memory: SlabMemory, workers: Executor) -> None:
-        """Read runs of leased entries into buffers from `memory`. Afterwards each has a buffer or an error.
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
+        """Read runs of leased entries into buffers from `memory`: what `take` returns, until it returns nothing.
 
-        `RunRead.then` is called on the thread, of `workers` or of the tier, that has read the run. If one fails, that
-        does not concern the others.
+        `take` may be called on the thread, of `workers` or of the tier, that reads. `RunRead.then` is called on the
+        thread that has read the run. When `take` is called again, and at the end, each run has a buffer or an error. If
+        one fails, that does not concern the others.
         """
         ...
 
@@ -141,5 +142,5 @@ class ReadableTier(LowerTier, Protocol):
 async def read_run(tier: ReadableTier, entry: Entry, memory: SlabMemory, workers: Executor) -> Buffer:
     """Return the tensors of one leased entry. Raises Damaged, OSError or MemoryError."""
     read = RunRead(entry)
-    await tier.read([read], memory, workers)
+    await tier.read(take_once(read), memory, workers)
     return get_buffer(read)

@@ -47,20 +47,13 @@ from adapters.device.slots.slots import SlotState
 from adapters.processors import count_processors
 from adapters.store.files.file_format import Kind
 from adapters.store.lease import Lease
-from adapters.store.run_read import RunRead, take_batch
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import RowMover, StateMover
 from adapters.transfer.fence import Fences
-from adapters.transfer.run_moves import (
-    ABANDONED,
-    QueuedCopies,
-    Restore,
-    RunMove,
-    describe_failure,
-    plan_moves,
-)
+from adapters.transfer.move_chain import MoveChain, MoveQueue
+from adapters.transfer.run_moves import ABANDONED, QueuedCopies, Restore, RunMove, plan_moves
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ports import RowsLost
 from effects.prefill import OpenSlot
@@ -124,10 +117,11 @@ class Restorer:
         for move in restore.moves:
             (queue if self._needs_reading(move) else in_memory).append(move)
         with anyio.CancelScope(shield=True):  # what threads do is waited for
+            waiting = MoveQueue(queue, RUNS_IN_FLIGHT, self.store.layout)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._copy_from_memory, restore, in_memory)
                 for _ in range(min(RUNS_IN_FLIGHT, len(queue))):
-                    tasks.start_soon(self._read_and_copy, restore, queue)
+                    tasks.start_soon(self._read_and_copy, restore, waiting)
         taken_ns = time.perf_counter_ns() - started
         ready = restore.collect_ready()
         if restore.failure is not None and lease.states:
@@ -159,23 +153,18 @@ class Restorer:
             move.buffer = self.store.memory_tier.rows[move.part.entry.handle]
         await self._copy_moves(restore, moves)
 
-    async def _read_and_copy(self, restore: Restore, queue: deque[RunMove]) -> None:
+    async def _read_and_copy(self, restore: Restore, queue: MoveQueue) -> None:
         """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over.
 
-        Runs that are read together are also copied by one thread, each as soon as all are read.
+        A thread of the tier takes moves from the queue by itself, as long as it can copy all that it has read.
         """
-        while queue and not restore.is_over:
-            tier = self.store.get_lower_tier(queue[0].part.tier)
+        while (name := queue.get_next_tier()) is not None and not restore.is_over:
+            tier = self.store.get_lower_tier(name)
             assert tier is not None, "rows in host memory are not read"
-            moves = take_batch(queue, RUNS_IN_FLIGHT, tier.batch_bytes, self._describe_move)
-            reads = [RunRead(move.part.entry, partial(self._copy_after_read, restore, move)) for move in moves]
-            await tier.read(reads, self.store.memory, self.workers)
-            for move, read in zip(moves, reads, strict=True):
-                if read.error is not None:
-                    restore.record_failure([move], describe_failure(read.error))
-                else:
-                    move.buffer = read.buffer
-            await self._copy_moves(restore, [move for move in moves if move.failure is None])
+            chain = MoveChain(restore, queue, tier.batch_bytes, name, partial(self._copy_after_read, restore))
+            await tier.read(chain.take, self.store.memory, self.workers)
+            chain.settle()
+            await self._copy_moves(restore, chain.list_uncopied())
 
     def _copy_after_read(self, restore: Restore, move: RunMove, buffer: Buffer) -> None:
         """Copy a move on the thread that has read it: to wake another one would take longer."""
@@ -299,11 +288,6 @@ class Restorer:
             state.rows_ahead = rows
             return StoreFailed("lost", str(error))
         return None
-
-    def _describe_move(self, move: RunMove) -> tuple[str, int]:
-        """Return the tier that a move is read from, and the bytes of the run that is read."""
-        entry = move.part.entry
-        return move.part.tier, self.store.layout.compute_size(entry.kind, entry.length)
 
     def _count_bytes(self, move: RunMove) -> int:
         return self.store.layout.compute_size(move.kind, move.span[1] - move.span[0])

@@ -144,12 +144,3 @@ def plan_moves(lease: Lease, effect: RestoreBlocks, movers: Mapping[Kind, Sequen
     for part in lease.states:
         if part.stop == effect.stop:
             yield RunMove(part, (part.start, part.stop), [])
-
-
-def describe_failure(error: Exception) -> StoreFailed:
-    """Return the failure of a run that could not be read."""
-    if isinstance(error, MemoryError):
-        return StoreFailed("out_of_memory", "no memory to read into")
-    if isinstance(error, OSError):
-        return StoreFailed("io", error.strerror or str(error))
-    return StoreFailed("broken", str(error))

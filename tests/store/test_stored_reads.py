@@ -28,8 +28,8 @@ from adapters.store.files.read_run import RunFile
 from adapters.store.files.seekable import Damaged
 from adapters.store.open_store import create_index
 from adapters.store.run_read import RunRead, give_error, take_batch
-from adapters.store.shared import folder_client
-from adapters.store.shared.object_client import StoreUnreachable
+from adapters.store.shared import call_limit
+from adapters.store.shared.object_client import ObjectGone, StoreUnreachable
 from adapters.store.shared.object_names import name_entry
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.slab_memory import Buffer, SlabMemory
@@ -66,8 +66,9 @@ def read_together(tier: ReadableTier, entries: Sequence[Entry]) -> tuple[list[Ru
     """Read all runs in one call. Return the reads, and the numbers of those whose callers were told, in order."""
     told = list[int]()
     reads = [RunRead(entry, lambda _, number=number: told.append(number)) for number, entry in enumerate(entries)]
+    coming = [reads]
     with ThreadPoolExecutor(2) as workers:
-        asyncio.run(tier.read(reads, SlabMemory(), workers))
+        asyncio.run(tier.read(lambda: coming.pop() if coming else [], SlabMemory(), workers))
     return reads, told
 
 
@@ -147,7 +148,7 @@ def test_a_harmed_object_of_a_folder_concerns_no_other(tmp_path: Path) -> None:
     entries[3].size = len(packed)
     reads, told = read_together(tier, entries)
     check_reads(reads, told, (0, 3, 4))
-    assert [*map(type, (reads[1].error, reads[2].error))] == [Damaged, StoreUnreachable]
+    assert [*map(type, (reads[1].error, reads[2].error))] == [Damaged, ObjectGone]
     assert (tier.counts["damaged"], tier.counts["read_errors"]) == (1, 1)
     assert tier.availability.is_usable, "a run that is gone is a miss"
     assert {entry.handle for entry in tier.index.entries.values()} == {entries[number].handle for number in (0, 3, 4)}
@@ -165,7 +166,7 @@ def test_a_folder_that_hangs_fails_all_reads_within_one_limit(tmp_path: Path, mo
         threading.Timer(0.1, has_ended.set).start()  # after the callers would have been told
         return read(*args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(folder_client, "compute_limit", lambda _: 0.05)
+    monkeypatch.setattr(call_limit, "compute_limit", lambda _: 0.05)
     monkeypatch.setattr(stored_reads, "read_files", hang)
     reads, told = read_together(tier, entries)
     assert {type(read.error) for read in reads} == {StoreUnreachable}

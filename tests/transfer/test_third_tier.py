@@ -5,7 +5,7 @@ small one.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import ClassVar
@@ -25,7 +25,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.recent_prompts import RecentPrompts
-from adapters.store.run_read import RunRead, give_buffer
+from adapters.store.run_read import ReadSource, give_buffer
 from adapters.store.slab_memory import SlabMemory
 from adapters.store.store import Store
 from adapters.store.tier import NotePrompt, ReadableTier, WriteRun
@@ -77,13 +77,14 @@ class ObjectTier:
         threading.Timer(0.01, job.finish).start()
         return True
 
-    async def read(self, reads: Sequence[RunRead], memory: SlabMemory, workers: Executor) -> None:
-        for read in reads:
-            raw = self.objects[read.entry.handle]
-            buffer = memory.allocate(len(raw))
-            buffer.data.numpy().data[:] = raw
-            self.reads += 1
-            give_buffer(read, buffer)
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
+        while reads := take():
+            for read in reads:
+                raw = self.objects[read.entry.handle]
+                buffer = memory.allocate(len(raw))
+                buffer.data.numpy().data[:] = raw
+                self.reads += 1
+                give_buffer(read, buffer)
 
 
 @pytest.fixture

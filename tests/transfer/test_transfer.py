@@ -27,7 +27,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.lookup import LookupOutcome
 from adapters.store.open_store import create_index, open_disk
-from adapters.store.run_read import RunRead
+from adapters.store.run_read import ReadSource, RunRead
 from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
 from adapters.transfer.copy_rows import RowMover, create_movers
@@ -435,9 +435,13 @@ async def test_runs_that_are_read_together_are_copied_up_to_the_first_one_that_f
     lengths = list[int]()
     read = DiskTier.read
 
-    async def note_length(tier: DiskTier, reads: Sequence[RunRead], *more: Any) -> None:
-        lengths.append(len(reads))
-        await read(tier, reads, *more)
+    async def note_length(tier: DiskTier, take: ReadSource, *more: Any) -> None:
+        def take_and_note() -> Sequence[RunRead]:
+            reads = take()
+            lengths.append(len(reads))
+            return reads
+
+        await read(tier, take_and_note, *more)
 
     monkeypatch.setattr("adapters.transfer.restorer.RUNS_IN_FLIGHT", tasks)
     monkeypatch.setattr(DiskTier, "read", note_length)

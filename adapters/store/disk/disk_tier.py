@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -44,7 +44,7 @@ from adapters.store.files.read_run import RunFile
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompts
-from adapters.store.run_read import BATCH_BYTES, RunRead
+from adapters.store.run_read import BATCH_BYTES, ReadSource
 from adapters.store.slab_memory import SlabMemory
 from adapters.store.tier import NotePrompt, WriteRun
 from adapters.watched_thread import WatchedThread
@@ -87,7 +87,7 @@ class DiskTier:
 
     def __attrs_post_init__(self) -> None:
         self.writer = WatchedThread("store-writer", self._run_writer, died=self._give_up, restarts=MAX_WRITER_RESTARTS)
-        self._reader = RunFileReader(self.folder, self.layout, self.quarantine)
+        self._reader = RunFileReader(self.folder, self.layout, self.quarantine, self._count_read)
         self._upkeep = FolderUpkeep(self.folder, self.lock)
         self._journal = JournalFile(self.index, self._upkeep)
         self._recent = RecentPromptsFile(self.recent_prompts, self.index.origin, self._upkeep)
@@ -170,16 +170,17 @@ class DiskTier:
             self._queue.put(job)
         return True
 
-    async def read(self, reads: Sequence[RunRead], memory: SlabMemory, workers: Executor) -> None:
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
         """Read runs as `ReadableTier` describes it. A damaged file is quarantined by then."""
-        await self._reader.read(reads, memory, workers)
-        for read in reads:
-            if read.error is None:
-                self._upkeep.counts["read_bytes"] += read.entry.size
-            elif isinstance(read.error, OSError):
-                self._upkeep.counts["read_errors"] += 1
-                if isinstance(read.error, FileNotFoundError):
-                    self._forget(read.entry)
+        await self._reader.read(take, memory, workers)
+
+    def _count_read(self, entry: Entry, error: Exception | None) -> None:
+        if error is None:
+            self._upkeep.counts["read_bytes"] += entry.size
+        elif isinstance(error, OSError):
+            self._upkeep.counts["read_errors"] += 1
+            if isinstance(error, FileNotFoundError):
+                self._forget(entry)
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a file from the disk itself, not from the page cache: for measurements. Raises Damaged, OSError."""

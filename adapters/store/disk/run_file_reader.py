@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
 
 from aiofiles.threadpool import wrap
 from attrs import define, field
@@ -22,37 +21,65 @@ from adapters.store.files.file_format import Layout, format_name
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.read_run import RunFile
 from adapters.store.files.seekable import Damaged
-from adapters.store.run_read import RunRead, give_buffer, give_error
+from adapters.store.run_read import ReadResult, ReadSource, RunRead, give_buffer, give_error, list_results
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.stored_reads import fill_memory, read_stored
 
 
 @define(eq=False)
 class RunFileReader:
-    """Reads runs for a disk tier. quarantine: called on a thread with the entry of a damaged file and the reason."""
+    """Reads runs for a disk tier.
+
+    quarantine: called on a thread with the entry of a damaged file and the reason. count: called on the event loop with
+    each entry that was read, and its error.
+    """
 
     folder: PrivateFolder
     layout: Layout
     quarantine: Callable[[Entry, str], object]
+    count: Callable[[Entry, Exception | None], object]
     processors: int = field(factory=count_processors)
     helpers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
-    _reads: int = 0  # runs that are being read
+    _callers: int = 0  # that read runs
 
-    async def read(self, reads: Sequence[RunRead], memory: SlabMemory, workers: Executor) -> None:
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
         """Read runs as `ReadableTier` describes it."""
-        self._reads += len(reads)
+        loop = asyncio.get_running_loop()
+        self._callers += 1
         try:
-            left = reads
-            if fill_memory(self._reads, self.processors):
-                together = partial(self._read_together, reads, memory)
-                left = await asyncio.get_running_loop().run_in_executor(workers, together)
-            for read in left:
-                await self._read_alone(read, memory, workers)
+            while True:
+                if fill_memory(self._callers, self.processors):
+                    results, left = await loop.run_in_executor(workers, self._read_chain, take, memory)
+                    self._count(results)
+                else:
+                    left = take()
+                if not left:
+                    return
+                for read in left:
+                    await self._read_alone(read, memory, workers)
+                self._count(list_results(left))
         finally:
-            self._reads -= len(reads)
+            self._callers -= 1
+
+    def _count(self, results: Sequence[ReadResult]) -> None:
+        for result in results:
+            self.count(*result)
+
+    def _read_chain(self, take: ReadSource, memory: SlabMemory) -> tuple[list[ReadResult], Sequence[RunRead]]:
+        """Read what lies in the page cache as stored files, some after others. Called on a thread.
+
+        Return the results, and the first runs that cannot be read so.
+        """
+        results = list[ReadResult]()
+        while reads := take():
+            left = self._read_together(reads, memory)
+            results += list_results([read for read in reads if read not in left])
+            if left:
+                return results, left
+        return results, ()
 
     def _read_together(self, reads: Sequence[RunRead], memory: SlabMemory) -> Sequence[RunRead]:
-        """Read what lies in the page cache as stored files, and return the other reads. Called on a thread."""
+        """Read files together, and return the reads of those that cannot be read so."""
         names = [format_name(read.entry.keys[-1], read.entry.handle) for read in reads]
         found = read_stored(reads, names, self.layout, memory, self.folder.descriptor, only_cached=True)
         for read, result in zip(reads, found, strict=True):

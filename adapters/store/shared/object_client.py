@@ -38,6 +38,10 @@ class StoreUnreachable(OSError):
     """An operation failed or took too long. The message is one line."""
 
 
+class ObjectGone(StoreUnreachable):
+    """An object that a listing has shown is not there any more. The store works."""
+
+
 class ObjectExists(Exception):
     """There is an object of that name already."""
 
@@ -52,6 +56,14 @@ class ObjectFacts:
     version: str
 
 
+class ReadLimit(Protocol):
+    """The limit of a call that reads several times (`call_limit.py`)."""
+
+    def begin(self, size: int) -> None: ...
+
+    def claim(self) -> None: ...
+
+
 class Folder(Protocol):
     """A store whose objects are files, which functions of ours write and read."""
 
@@ -62,13 +74,11 @@ class Folder(Protocol):
         """
         ...
 
-    async def read_files(
-        self, names: Sequence[str], size: int, read: Callable[[Sequence[str], Callable[[], None]], T]
-    ) -> T:
-        """Call a function with the paths of objects, on a thread, and return its result. size: bytes of all of them.
+    async def read_files(self, read: Callable[[Callable[[str], str], ReadLimit], T]) -> T:
+        """Call a function on a thread, and return its result.
 
-        read: calls what it gets second before its result counts; that raises StoreUnreachable if the caller of this has
-        given up by then. So does the caller, within the limit of reading so many bytes.
+        read: gets a function that returns the path of an object of some name, and the limit that it has to obey.
+        Raises StoreUnreachable within that limit.
         """
         ...
 
@@ -211,6 +221,12 @@ async def expect_store() -> AsyncIterator[None]:
         yield
     except FileNotFoundError as error:
         raise StoreUnreachable(shorten_error(error)) from error
+
+
+def describe_read_error(error: Exception) -> Exception:
+    """Return the error of a read as its caller should see it."""
+    gone = isinstance(error, FileNotFoundError)
+    return ObjectGone("the run was removed from the shared store") if gone else error
 
 
 def shorten_error(error: Exception) -> str:

@@ -6,20 +6,29 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from adapters.store.block_index import Entry
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout
 from adapters.store.files.read_run import RunContent, fill_target
 from adapters.store.files.seekable import Damaged
-from adapters.store.run_read import RunRead, give_buffer, give_error
+from adapters.store.run_read import ReadResult, ReadSource, RunRead, give_buffer, give_error, list_results
 from adapters.store.shared.folder_client import FolderFile
+from adapters.store.shared.object_client import ReadLimit, describe_read_error
 from adapters.store.shared.object_names import name_entry
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.stored_reads import ReadSoFar, read_stored
 
 log = logging.getLogger("rekindle.store")
+
+
+@define(eq=False)
+class ReadChain:
+    """What a thread reads, one batch after another. current: the runs that are being read. results: of earlier ones."""
+
+    current: Sequence[RunRead] = ()
+    results: list[ReadResult] = field(factory=list["ReadResult"])
 
 
 @frozen(eq=False)
@@ -48,6 +57,29 @@ class RunDecoder:
             raise
         return buffer
 
+    def read_chain(
+        self,
+        take: ReadSource,
+        name_object: Callable[[Entry], str],
+        chain: ReadChain,
+        locate: Callable[[str], str],
+        limit: ReadLimit,
+    ) -> None:
+        """Read files until `take` returns no more. Called on a thread that may be left behind.
+
+        name_object: returns the name of an entry's object. locate: returns the path of a name.
+        """
+        while True:
+            limit.claim()
+            reads = take()
+            if not reads:
+                return
+            chain.current = reads
+            limit.begin(sum(read.entry.size for read in reads))
+            self.read_files(reads, [locate(name_object(read.entry)) for read in reads], limit.claim)
+            chain.results += list_results(reads)
+            chain.current = ()
+
     def read_files(self, reads: Sequence[RunRead], paths: Sequence[str], claim: Callable[[], None]) -> None:
         """Read runs from files, in one call of the library as far as that is possible, and end the reads.
 
@@ -68,6 +100,6 @@ class RunDecoder:
         try:
             return self.decode(read, file, None)
         except (Damaged, OSError, MemoryError) as error:
-            return error
+            return describe_read_error(error)
         finally:
             file.close()

@@ -43,7 +43,7 @@ from adapters.store.files.codec import CodecChooser
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout
 from adapters.store.recent_prompts import RecentPrompts
-from adapters.store.run_read import BATCH_BYTES, RunRead
+from adapters.store.run_read import BATCH_BYTES, ReadSource
 from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.garbage_collector import GarbageCollector
@@ -223,9 +223,9 @@ class SharedTier:
         """Return the bytes of runs that are best read together: of a folder some, of other stores one run."""
         return 0 if self.client.folder is None else BATCH_BYTES
 
-    async def read(self, reads: Sequence[RunRead], memory: SlabMemory, workers: Executor) -> None:
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
         """Read runs as `ReadableTier` describes it. An object that is damaged or gone is not found any more."""
-        await self._reader.read(reads, memory, workers)
+        await self._reader.read(take, memory, workers)
 
     # --- measurements, before any request is served ---
 
