@@ -91,7 +91,8 @@ from tests.store.shared_servers import BUCKET, find_moto, moto_server
 RUN_BYTES = 4 << 20
 RUNS = 24  # of a store that gives 125 MB/s or less: they take 0.8 s
 QUICK_RUNS = 48  # of a quicker one: at 1250 MB/s they take 0.16 s, so that the start counts little
-FOLDER_RUNS = 96  # of a folder that is read at the speed of memory: fewer would be read within 20 ms
+FOLDER_RUNS = 96  # of a folder that is read at the speed of memory
+FOLDER_ROUNDS = 4  # in which all runs are read then: in one round they would be read within 20 ms
 SLOW_MB_S = 125.0
 CODEC_RUNS = 8  # that are encoded and decoded alone
 WAITING_BYTES = 1 << 30  # that may wait to be written
@@ -321,11 +322,16 @@ async def time_client_writes(client: PacedClient, files: Sequence[bytes], mark: 
     return time.perf_counter() - began
 
 
-async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+def name_reads(folder: str, sizes: Sequence[int], rounds: int) -> list[tuple[str, int]]:
+    """Return the names and sizes of all objects in a folder, as often as there are rounds."""
+    return [(f"{folder}/{number}", size) for number, size in enumerate(sizes)] * rounds
+
+
+async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str, rounds: int) -> float:
     """The library's calls for event loops."""
     from obstore import get_async  # noqa: PLC0415
 
-    names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
+    names = name_reads(f"plain-{mark}", sizes, rounds)
     store = client._store  # noqa: SLF001
 
     async def read(name: str) -> None:
@@ -341,11 +347,11 @@ async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str
     return time.perf_counter() - began
 
 
-async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str, rounds: int) -> float:
     """The library's calls that block, on as many threads."""
     from obstore import get  # noqa: PLC0415
 
-    names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
+    names = name_reads(f"plain-{mark}", sizes, rounds)
     store = client._store  # noqa: SLF001
 
     def read(name: str) -> None:
@@ -364,11 +370,11 @@ async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str
         return time.perf_counter() - began
 
 
-def time_bare_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+def time_bare_reads(client: PacedClient, sizes: Sequence[int], mark: str, rounds: int) -> float:
     """The same calls on as many threads that take one name after another, without an event loop."""
     from obstore import get  # noqa: PLC0415
 
-    names = deque((f"plain-{mark}/{number}", size) for number, size in enumerate(sizes))
+    names = deque(name_reads(f"plain-{mark}", sizes, rounds))
     store = client._store  # noqa: SLF001
 
     def work() -> None:
@@ -409,8 +415,10 @@ def drain(content: RunContent) -> None:
             pass
 
 
-async def time_moved_reads(client: ObjectClient, sizes: Sequence[int], mark: str, workers: Executor) -> float:
-    names = [(f"moved-{mark}/{number}", size) for number, size in enumerate(sizes)]
+async def time_moved_reads(
+    client: ObjectClient, sizes: Sequence[int], mark: str, workers: Executor, rounds: int
+) -> float:
+    names = name_reads(f"moved-{mark}", sizes, rounds)
 
     async def work() -> None:
         while names:
@@ -429,9 +437,9 @@ def time_tier_writes(tier: SharedTier, runs: Sequence[tuple[Run, Buffer, list[by
     return time.perf_counter() - began
 
 
-async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadPoolExecutor) -> float:
+async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadPoolExecutor, rounds: int = 1) -> float:
     """The whole tier, asked as a restore asks it: by as many tasks, each for some runs at a time."""
-    entries = deque(tier.index.entries.values())
+    entries = deque([*tier.index.entries.values()] * rounds)
 
     def describe(_: Entry) -> tuple[str, int]:
         return tier.name, RUN_BYTES
@@ -509,6 +517,7 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
     is_folder = url.startswith("file:")
     unpaced = FOLDER_RUNS if is_folder else QUICK_RUNS  # moto's server keeps all objects in memory
     count = RUNS if bytes_a_s <= 1e6 * SLOW_MB_S else QUICK_RUNS if bytes_a_s < inf else unpaced
+    rounds = FOLDER_ROUNDS if is_folder and bytes_a_s == inf else 1
     runs = make_runs(layout, count, codec)
     files = [b"".join(parts) for _, _, parts in runs]
     sizes = [*map(len, files)]
@@ -522,24 +531,24 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
             ("tier_write", lambda: time_tier_writes(tier, runs)),
         ]
         reads: list[tuple[str, Callable[[], float]]] = [
-            ("client_read", lambda: asyncio.run(time_client_reads(client, sizes, mark))),
-            ("threads_read", lambda: asyncio.run(time_thread_reads(client, sizes, mark))),
-            ("bare_read", lambda: time_bare_reads(client, sizes, mark)),
-            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark, workers))),
-            ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
+            ("client_read", lambda: asyncio.run(time_client_reads(client, sizes, mark, rounds))),
+            ("threads_read", lambda: asyncio.run(time_thread_reads(client, sizes, mark, rounds))),
+            ("bare_read", lambda: time_bare_reads(client, sizes, mark, rounds)),
+            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark, workers, rounds))),
+            ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers, rounds))),
         ]
         order = -1 if turn % 2 else 1
         found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
     encode_s, decode_s = time_codec(runs, layout, codec)
     figures = tier.collect_figures().build_json()
-    assert (figures["written"], figures["read_bytes"]) == (count, figures["written_bytes"]), figures
+    assert (figures["written"], figures["read_bytes"]) == (count, rounds * figures["written_bytes"]), figures
     assert tier.close(60)
     client.close()
     if is_folder:  # files that are gone are not written to the disk beside the next pass
         shutil.rmtree(url.removeprefix("file://"))
-    size = sum(sizes)
-    speeds = {name: size / seconds / 1e6 for name, (seconds, _) in found.items()}
-    spent = {f"{name}_cpu": 1e9 * spent / size for name, (_, spent) in found.items()}
+    moved = {name: sum(sizes) * (1 if name.endswith("write") else rounds) for name in found}
+    speeds = {name: moved[name] / seconds / 1e6 for name, (seconds, _) in found.items()}
+    spent = {f"{name}_cpu": 1e9 * spent / moved[name] for name, (_, spent) in found.items()}
     return speeds | spent | {"encode_alone": encode_s, "decode_alone": decode_s}
 
 
