@@ -26,7 +26,7 @@ from effects.ids import StoreFailed, Tier
 
 @define(eq=False)
 class MoveQueue:
-    """Moves that nobody reads yet. tasks: how many take from it, on any threads."""
+    """Moves that are to be read. tasks: how many tasks take from it, on any threads."""
 
     moves: deque[RunMove]
     tasks: int

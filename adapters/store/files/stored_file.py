@@ -40,7 +40,7 @@ from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, l
 from adapters.store.files.seekable import CHECKSUM, Sizes
 
 
-@frozen
+@frozen(cache_hash=True)
 class StoredRows:
     """The frames that rows of one size become. content, frames, packed_bytes: without a short last frame.
 
@@ -60,6 +60,12 @@ def measure_rows(size: int) -> StoredRows:
     short = contents.pop() if contents and contents[-1] < SHORT else 0
     frames = tuple((count_frame_bytes(content), content) for content in contents)
     return StoredRows(size - short, frames, sum(packed for packed, _ in frames), short)
+
+
+@lru_cache(64)
+def encode_stored_table(head_bytes: int, content: int, rows: StoredRows) -> bytes:
+    """Return the table of a stored file whose last frame is no short one. content: bytes of its head, uncompressed."""
+    return seekable.encode_table([(head_bytes, content), *rows.frames])
 
 
 # --- reading ---
@@ -108,7 +114,7 @@ Found: TypeAlias = Literal["read", "not_cached", "other"]  # other: it is no suc
 
 @frozen(eq=False)
 class PlannedRead:
-    """A file to read. address: of the memory for its rows, which nobody else uses meanwhile."""
+    """A file to read. address: of the memory for its rows, used by no other thread meanwhile."""
 
     plan: StoredFile
     path: bytes
@@ -129,7 +135,7 @@ def plan_file(expected: Expected) -> StoredFile | None:
     content = len(before) + 2 * DIGEST + len(after)
     if head_bytes > seekable.compute_bound(content):
         return None
-    table = seekable.encode_table([(head_bytes, content), *rows.frames])
+    table = encode_stored_table(head_bytes, content, rows)
     is_plain = head_bytes == count_frame_bytes(content)
     return StoredFile(rows, expected.size, head_bytes, is_plain, before, after, table)
 
@@ -161,12 +167,13 @@ def read_files(reads: Sequence[PlannedRead], folder: int = -1, *, only_cached: b
     assert compiled is not None, "else nothing is planned"
     calls = (FileCall * len(reads))()
     spaces = [ctypes.create_string_buffer(read.plan.space_bytes) for read in reads]
-    for call, read, space in zip(calls, reads, spaces, strict=True):
+    for at, (read, space) in enumerate(zip(reads, spaces, strict=True)):
         plan = read.plan
         place = ctypes.addressof(space)
-        call.path, call.size, call.head, call.table = read.path, plan.size, plan.head_bytes, len(plan.table)
-        call.ends, call.out, call.sums = place, read.address, place + plan.end_bytes
-        call.content, call.frame = plan.rows.content, FRAME
+        calls[at] = FileCall(
+            *(read.path, plan.size, plan.head_bytes, len(plan.table), place, read.address),
+            *(plan.rows.content, FRAME, place + plan.end_bytes),
+        )
     compiled.rekindle_read_files(folder, ctypes.addressof(calls), len(reads), only_cached)
     return [check_read(read.plan, call.found, space) for read, call, space in zip(reads, calls, spaces, strict=True)]
 

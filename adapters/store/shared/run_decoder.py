@@ -25,7 +25,10 @@ log = logging.getLogger("rekindle.store")
 
 @define(eq=False)
 class ReadChain:
-    """What a thread reads, one batch after another. current: the runs that are being read. results: of earlier ones."""
+    """The reads of a thread that reads one batch after another.
+
+    current: the runs that are being read. results: of those before.
+    """
 
     current: Sequence[RunRead] = ()
     results: list[ReadResult] = field(factory=list["ReadResult"])
@@ -83,7 +86,7 @@ class RunDecoder:
     def read_files(self, reads: Sequence[RunRead], paths: Sequence[str], claim: Callable[[], None]) -> None:
         """Read runs from files, in one call of the library as far as that is possible, and end the reads.
 
-        claim: called before that; raises StoreUnreachable if nobody waits any more.
+        claim: called before that; raises StoreUnreachable if the caller has given up.
         """
         found = read_stored(reads, paths, self.layout, self.memory)
         ended = [self._read_again(*one) if one[2] is None else one[2] for one in zip(reads, paths, found, strict=True)]
