@@ -12,7 +12,11 @@ tier, whatever that is worth. Tokens are compared.
 objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
 decodes, checks and copies. Passes take turns; medians.
 
-The client alone reads in two ways, on an event loop and with calls that block on threads. The quicker one counts.
+The client alone reads in three ways: on an event loop; with calls that block, on threads that a loop asks; and with
+such calls on threads alone. The quickest one counts. What each side does: the client returns the bytes of a whole
+object in memory that it allocates and frees, and compares nothing. The tier is asked by an event loop, as a restore
+asks it. It opens the object, compares the checksum of every frame, the whole head with the tokens, and the table, and
+brings the rows to memory of the server, which is mapped already.
 
 A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.
 So the same is measured with stores that give fewer MB/s (`--paces`, 1250 and 125 by default: 10 and 1 Gbit/s). Each
@@ -40,6 +44,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -55,13 +60,15 @@ from attrs import define, evolve, field
 
 from adapters.processors import count_processors
 from adapters.sequence_layout import RowSpec
+from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.files.read_run import PIECE_BYTES, RunContent, fill_target
 from adapters.store.files.same_thread_executor import SameThreadExecutor
-from adapters.store.shared.object_client import Folder, ObjectClient
+from adapters.store.run_read import BATCH_BYTES, RunRead, take_batch
+from adapters.store.shared.object_client import Folder, ObjectClient, ReadLimit
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
@@ -84,13 +91,19 @@ from tests.store.shared_servers import BUCKET, find_moto, moto_server
 RUN_BYTES = 4 << 20
 RUNS = 24  # of a store that gives 125 MB/s or less: they take 0.8 s
 QUICK_RUNS = 48  # of a quicker one: at 1250 MB/s they take 0.16 s, so that the start counts little
-FOLDER_RUNS = 96  # of a folder that is read at the speed of memory: fewer would be read within 20 ms
+FOLDER_RUNS = 96  # of a folder that is read at the speed of memory
+FOLDER_ROUNDS = 4  # in which all runs are read then: in one round they would be read within 20 ms
 SLOW_MB_S = 125.0
 CODEC_RUNS = 8  # that are encoded and decoded alone
 WAITING_BYTES = 1 << 30  # that may wait to be written
 PASSES = 6  # an even number: in every other pass the ways come in the reverse order
 SLOW_PASSES = 2  # of a slow store, whose rate is that of its pace
 BLOCK = 64
+CLIENT_WAYS = {
+    "client_read": "an event loop",
+    "threads_read": "threads, asked by an event loop",
+    "bare_read": "threads alone",
+}
 T = TypeVar("T")
 
 
@@ -220,6 +233,23 @@ async def sleep_until(end_s: float) -> None:
 
 
 @define(eq=False)
+class PacedLimit:
+    """A limit of a call that also waits until the bytes have passed that it begins to read."""
+
+    plain: ReadLimit
+    pace: Pace
+
+    def begin(self, size: int) -> None:
+        end_s = self.pace.take(size)
+        if (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        self.plain.begin(size)
+
+    def claim(self) -> None:
+        self.plain.claim()
+
+
+@define(eq=False)
 class PacedClient(ObjectClient):
     """A client of a store that gives a limited rate.
 
@@ -257,6 +287,12 @@ class PacedClient(ObjectClient):
         written = self.plain.write_object(name, parts, replace=replace)
         await self.pace.run(written, sum(map(len, parts)))
 
+    async def read_files(self, read: Callable[[Callable[[str], str], ReadLimit], T]) -> T:
+        assert self.plain.folder is not None
+        return await self.plain.folder.read_files(
+            lambda locate, limit: read(locate, PacedLimit(limit, self.pace))  # each batch as its bytes pass
+        )
+
     async def write_file(self, name: str, size: int, write: Callable[[str, str], T]) -> T:
         assert self.plain.folder is not None
         return await self.pace.run(self.plain.folder.write_file(name, size, write), size)
@@ -286,11 +322,16 @@ async def time_client_writes(client: PacedClient, files: Sequence[bytes], mark: 
     return time.perf_counter() - began
 
 
-async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+def name_reads(folder: str, sizes: Sequence[int], rounds: int) -> list[tuple[str, int]]:
+    """Return the names and sizes of all objects in a folder, as often as there are rounds."""
+    return [(f"{folder}/{number}", size) for number, size in enumerate(sizes)] * rounds
+
+
+async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str, rounds: int) -> float:
     """The library's calls for event loops."""
     from obstore import get_async  # noqa: PLC0415
 
-    names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
+    names = name_reads(f"plain-{mark}", sizes, rounds)
     store = client._store  # noqa: SLF001
 
     async def read(name: str) -> None:
@@ -306,11 +347,11 @@ async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str
     return time.perf_counter() - began
 
 
-async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
+async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str, rounds: int) -> float:
     """The library's calls that block, on as many threads."""
     from obstore import get  # noqa: PLC0415
 
-    names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
+    names = name_reads(f"plain-{mark}", sizes, rounds)
     store = client._store  # noqa: SLF001
 
     def read(name: str) -> None:
@@ -326,6 +367,31 @@ async def time_thread_reads(client: PacedClient, sizes: Sequence[int], mark: str
 
         began = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
+        return time.perf_counter() - began
+
+
+def time_bare_reads(client: PacedClient, sizes: Sequence[int], mark: str, rounds: int) -> float:
+    """The same calls on as many threads that take one name after another, without an event loop."""
+    from obstore import get  # noqa: PLC0415
+
+    names = deque(name_reads(f"plain-{mark}", sizes, rounds))
+    store = client._store  # noqa: SLF001
+
+    def work() -> None:
+        while True:
+            try:
+                name, size = names.popleft()
+            except IndexError:
+                return
+            end_s = client.pace.take(size)
+            get(store, name).bytes()
+            if (left_s := end_s - time.perf_counter()) > 0:
+                time.sleep(left_s)
+
+    with ThreadPoolExecutor(RUNS_IN_FLIGHT) as threads:
+        began = time.perf_counter()
+        for future in [threads.submit(work) for _ in range(RUNS_IN_FLIGHT)]:
+            future.result()
         return time.perf_counter() - began
 
 
@@ -349,8 +415,10 @@ def drain(content: RunContent) -> None:
             pass
 
 
-async def time_moved_reads(client: ObjectClient, sizes: Sequence[int], mark: str, workers: Executor) -> float:
-    names = [(f"moved-{mark}/{number}", size) for number, size in enumerate(sizes)]
+async def time_moved_reads(
+    client: ObjectClient, sizes: Sequence[int], mark: str, workers: Executor, rounds: int
+) -> float:
+    names = name_reads(f"moved-{mark}", sizes, rounds)
 
     async def work() -> None:
         while names:
@@ -369,12 +437,28 @@ def time_tier_writes(tier: SharedTier, runs: Sequence[tuple[Run, Buffer, list[by
     return time.perf_counter() - began
 
 
-async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadPoolExecutor) -> float:
-    entries = [*tier.index.entries.values()]
+async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadPoolExecutor, rounds: int = 1) -> float:
+    """The whole tier, asked as a restore asks it: by as many tasks, each for some runs at a time."""
+    entries = deque([*tier.index.entries.values()] * rounds)
+
+    def describe(_: Entry) -> tuple[str, int]:
+        return tier.name, RUN_BYTES
+
+    lock = threading.Lock()
 
     async def work() -> None:
-        while entries:
-            await tier.read(entries.pop(), memory, workers)
+        reads = list[RunRead]()
+
+        def take() -> list[RunRead]:
+            nonlocal reads
+            assert all(read.buffer is not None for read in reads)
+            with lock:
+                batch = take_batch(entries, RUNS_IN_FLIGHT, tier.batch_bytes, describe) if entries else []
+            reads = [RunRead(entry) for entry in batch]
+            return reads
+
+        await tier.read(take, memory, workers)
+        assert not reads
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
@@ -433,6 +517,7 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
     is_folder = url.startswith("file:")
     unpaced = FOLDER_RUNS if is_folder else QUICK_RUNS  # moto's server keeps all objects in memory
     count = RUNS if bytes_a_s <= 1e6 * SLOW_MB_S else QUICK_RUNS if bytes_a_s < inf else unpaced
+    rounds = FOLDER_ROUNDS if is_folder and bytes_a_s == inf else 1
     runs = make_runs(layout, count, codec)
     files = [b"".join(parts) for _, _, parts in runs]
     sizes = [*map(len, files)]
@@ -446,41 +531,42 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
             ("tier_write", lambda: time_tier_writes(tier, runs)),
         ]
         reads: list[tuple[str, Callable[[], float]]] = [
-            ("client_read", lambda: asyncio.run(time_client_reads(client, sizes, mark))),
-            ("threads_read", lambda: asyncio.run(time_thread_reads(client, sizes, mark))),
-            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark, workers))),
-            ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
+            ("client_read", lambda: asyncio.run(time_client_reads(client, sizes, mark, rounds))),
+            ("threads_read", lambda: asyncio.run(time_thread_reads(client, sizes, mark, rounds))),
+            ("bare_read", lambda: time_bare_reads(client, sizes, mark, rounds)),
+            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark, workers, rounds))),
+            ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers, rounds))),
         ]
         order = -1 if turn % 2 else 1
         found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
     encode_s, decode_s = time_codec(runs, layout, codec)
     figures = tier.collect_figures().build_json()
-    assert (figures["written"], figures["read_bytes"]) == (count, figures["written_bytes"]), figures
+    assert (figures["written"], figures["read_bytes"]) == (count, rounds * figures["written_bytes"]), figures
     assert tier.close(60)
     client.close()
     if is_folder:  # files that are gone are not written to the disk beside the next pass
         shutil.rmtree(url.removeprefix("file://"))
-    size = sum(sizes)
-    speeds = {name: size / seconds / 1e6 for name, (seconds, _) in found.items()}
-    spent = {f"{name}_cpu": 1e9 * spent / size for name, (_, spent) in found.items()}
+    moved = {name: sum(sizes) * (1 if name.endswith("write") else rounds) for name in found}
+    speeds = {name: moved[name] / seconds / 1e6 for name, (seconds, _) in found.items()}
+    spent = {f"{name}_cpu": 1e9 * spent / moved[name] for name, (_, spent) in found.items()}
     return speeds | spent | {"encode_alone": encode_s, "decode_alone": decode_s}
 
 
 def choose_client_way(rows: Sequence[dict[str, float]]) -> str:
-    """Let the client alone read in the quicker of its two ways, and return which that is."""
-    if median([row["threads_read"] for row in rows]) <= median([row["client_read"] for row in rows]):
-        return "an event loop"
+    """Let the client alone read in the quickest of its ways, and return which that is."""
+    best = max(CLIENT_WAYS, key=lambda way: median([row[way] for row in rows]))
     for row in rows:
-        row["client_read"] = row["threads_read"]
-        row["client_read_cpu"] = row["threads_read_cpu"]
-    return "threads"
+        row["client_read"] = row[best]
+        row["client_read_cpu"] = row[f"{best}_cpu"]
+    return CLIENT_WAYS[best]
 
 
 def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> dict[str, Any]:
     """Medians of MB/s over all passes but the first, which warms up. pace: MB/s of the store."""
     rows = list[dict[str, float]]()
-    memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
-    memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
+    buffers = RUNS_IN_FLIGHT * (1 + BATCH_BYTES // RUN_BYTES)
+    memory = SlabMemory(buffers * RUN_BYTES)
+    memory.map_buffers(RUN_BYTES, buffers)
     for turn in range((passes if pace > SLOW_MB_S else SLOW_PASSES) + 1):
         layout = Layout(f"rates {store} {codec} {pace} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))

@@ -38,6 +38,7 @@ from adapters.store.lease import Miss
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
+from adapters.store.tier import read_run
 from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.results import Figure, Goal, publish
@@ -123,7 +124,7 @@ def recover(folder: Path) -> tuple[float, float]:
     assert store.lower_tiers
     (part,) = found[1].parts
     with ThreadPoolExecutor(2) as workers:
-        anyio.run(store.lower_tiers[0].read, part.entry, store.memory, workers)
+        anyio.run(read_run, store.lower_tiers[0], part.entry, store.memory, workers)
     served = time.perf_counter()
     store.release(found[0])
     store.close()

@@ -21,7 +21,7 @@ from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.seekable import Damaged
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import SlabMemory
-from adapters.store.tier import WriteRun
+from adapters.store.tier import WriteRun, read_run
 from adapters.watched_thread import WatchedThread
 
 log = logging.getLogger("rekindle.store")
@@ -84,7 +84,7 @@ class DiskPublisher:
             loop.call_soon_threadsafe(written.set)
 
         try:
-            rows = await self.disk.read(entry, self.memory, worker)
+            rows = await read_run(self.disk, entry, self.memory, worker)
             job = WriteRun(entry.run, rows, finish)
             del rows
             if self.shared.submit(job):

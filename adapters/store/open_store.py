@@ -21,6 +21,7 @@ from adapters.store.files.file_format import Kind, Layout
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
+from adapters.store.run_read import BATCH_BYTES
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.shared_tier import SharedTier
@@ -96,9 +97,14 @@ def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor]
 
     pin: a GPU copies from it, so it is page-locked. source: as in `SlabMemory`.
     """
-    moving = MOVING_RUNS * choose_run_bytes(pin=pin)
+    moving = count_moving_bytes(choose_run_bytes(pin=pin))
     most = host_bytes + (max(moving, min(MAX_PINNED_BYTES, get_physical_memory() // PINNED_SHARE)) if pin else moving)
     return SlabMemory(most, pin, source)
+
+
+def count_moving_bytes(run_bytes: int) -> int:
+    """Return the bytes of rows that are on their way at once. run_bytes: of the rows that are saved together."""
+    return max(MOVING_RUNS * run_bytes, RUNS_IN_FLIGHT * BATCH_BYTES)
 
 
 def choose_run_bytes(*, pin: bool) -> int:
@@ -131,7 +137,7 @@ def get_physical_memory() -> int:
 def prepare_memory(memory: SlabMemory, run_bytes: int, ready: threading.Event) -> None:
     """Prepare memory that the first restore would otherwise have to wait for."""
     try:
-        memory.map_buffers(run_bytes, MOVING_RUNS)
+        memory.map_buffers(run_bytes, count_moving_bytes(run_bytes) // run_bytes)
         read_run.prepare_scratch(DECODERS + RUNS_IN_FLIGHT)
     finally:
         ready.set()

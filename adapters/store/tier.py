@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from attrs import frozen
 
@@ -19,11 +19,10 @@ from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.file_format import Run
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
+from adapters.store.run_read import ReadSource, RunRead, get_buffer, take_once
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
-
-ReadCallback: TypeAlias = Callable[[Buffer], object]
 
 
 @frozen(eq=False)
@@ -125,9 +124,23 @@ class Upkeep(Protocol):
 class ReadableTier(LowerTier, Protocol):
     """A lower tier whose rows can be read back; a simulated one keeps none."""
 
-    async def read(self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = ...) -> Buffer:
-        """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
+    @property
+    def batch_bytes(self) -> int:
+        """Return the bytes of runs that are best read by one call of `read`; 0 where that is one run."""
+        ...
 
-        then: called with the buffer on the thread of `workers` that has read it. Raises Damaged, OSError, MemoryError.
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
+        """Read runs of leased entries into buffers from `memory`: what `take` returns, until it returns nothing.
+
+        `take` may be called on the thread, of `workers` or of the tier, that reads. `RunRead.then` is called on the
+        thread that has read the run. When `take` is called again, and at the end, each run has a buffer or an error. If
+        one fails, that does not concern the others.
         """
         ...
+
+
+async def read_run(tier: ReadableTier, entry: Entry, memory: SlabMemory, workers: Executor) -> Buffer:
+    """Return the tensors of one leased entry. Raises Damaged, OSError or MemoryError."""
+    read = RunRead(entry)
+    await tier.read(take_once(read), memory, workers)
+    return get_buffer(read)

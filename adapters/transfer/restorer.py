@@ -46,13 +46,13 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.processors import count_processors
 from adapters.store.files.file_format import Kind
-from adapters.store.files.seekable import Damaged
 from adapters.store.lease import Lease
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import RowMover, StateMover
 from adapters.transfer.fence import Fences
+from adapters.transfer.move_chain import MoveChain, MoveQueue
 from adapters.transfer.run_moves import ABANDONED, QueuedCopies, Restore, RunMove, plan_moves
 from effects.ids import DeviceFailed, RequestId, StoreFailed
 from effects.ports import RowsLost
@@ -117,10 +117,11 @@ class Restorer:
         for move in restore.moves:
             (queue if self._needs_reading(move) else in_memory).append(move)
         with anyio.CancelScope(shield=True):  # what threads do is waited for
+            waiting = MoveQueue(queue, RUNS_IN_FLIGHT, self.store.layout)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._copy_from_memory, restore, in_memory)
                 for _ in range(min(RUNS_IN_FLIGHT, len(queue))):
-                    tasks.start_soon(self._read_and_copy, restore, queue)
+                    tasks.start_soon(self._read_and_copy, restore, waiting)
         taken_ns = time.perf_counter_ns() - started
         ready = restore.collect_ready()
         if restore.failure is not None and lease.states:
@@ -152,29 +153,24 @@ class Restorer:
             move.buffer = self.store.memory_tier.rows[move.part.entry.handle]
         await self._copy_moves(restore, moves)
 
-    async def _read_and_copy(self, restore: Restore, queue: deque[RunMove]) -> None:
-        """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over."""
-        while queue and not restore.is_over:
-            move = queue.popleft()
-            copy_after_read = partial(self._copy_after_read, restore, move)
-            try:
-                tier = self.store.get_lower_tier(move.part.tier)
-                assert tier is not None, "rows in host memory are not read"
-                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, copy_after_read)
-            except Damaged as error:
-                restore.record_failure([move], StoreFailed("broken", str(error)))
-            except OSError as error:
-                restore.record_failure([move], StoreFailed("io", error.strerror or str(error)))
-            except MemoryError:
-                restore.record_failure([move], StoreFailed("out_of_memory", "no memory to read into"))
-            else:
-                await self._copy_moves(restore, [move])
+    async def _read_and_copy(self, restore: Restore, queue: MoveQueue) -> None:
+        """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over.
+
+        A thread of the tier takes moves from the queue by itself, as long as it can copy all that it has read.
+        """
+        while (name := queue.get_next_tier()) is not None and not restore.is_over:
+            tier = self.store.get_lower_tier(name)
+            assert tier is not None, "rows in host memory are not read"
+            chain = MoveChain(restore, queue, tier.batch_bytes, name, partial(self._copy_after_read, restore))
+            await tier.read(chain.take, self.store.memory, self.workers)
+            chain.settle()
+            await self._copy_moves(restore, chain.list_uncopied())
 
     def _copy_after_read(self, restore: Restore, move: RunMove, buffer: Buffer) -> None:
         """Copy a move on the thread that has read it: to wake another one would take longer."""
         self.store.promote(move.part.entry, buffer)
         move.buffer = buffer
-        if not restore.fence.is_open:
+        if restore.abandoned or not restore.fence.is_open:
             return
         left = tuple(move.missing_movers)
         for mover in left:

@@ -8,6 +8,7 @@ levels must give the same bits. It ends with the number of cases. A sanitizer wo
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape
 from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
+from adapters.store.files.stored_file import FileCall
 from effects.job import Sampling
 from tests.models.kernels.test_packed import LAYOUTS, random_matrix
 
@@ -287,13 +289,21 @@ def recurrent(chance: random.Random, native: NativeLibrary) -> Finds:
 
 def frames(chance: random.Random, native: NativeLibrary) -> Finds:
     """Plain frames, which have no levels, and which a decoder of zstd reads."""
-    size = chance.choice([1, 31, 32, 33, 16 << 10, 128 << 10, 256 << 10]) + chance.randrange(-1, 40)
+    size = chance.choice([1, 31, 32, 33, 16 << 10, 128 << 10, 256 << 10, 600 << 10]) + chance.randrange(-1, 40)
     content = np.frombuffer(chance.randbytes(size), np.uint8)
     frame = np.empty(native.code.rekindle_frame_bytes(size), np.uint8)
     native.code.rekindle_pack_frame(content.ctypes.data, size, frame.ctypes.data)
     assert zstandard.ZstdDecompressor().decompress(frame.tobytes()) == content.tobytes()
-    files(chance, native, content)
+    if size:
+        files(chance, native, content)
     return lambda _: []
+
+
+def make_place(size: int, beyond: int) -> np.ndarray:
+    """Return memory that begins so many bytes beyond a multiple of 64. At a multiple two frames are read at once."""
+    space = np.zeros(size + 128, np.uint8)
+    begin = -space.ctypes.data % 64 + beyond
+    return space[begin : begin + size]
 
 
 def files(chance: random.Random, native: NativeLibrary, content: np.ndarray) -> None:
@@ -303,7 +313,7 @@ def files(chance: random.Random, native: NativeLibrary, content: np.ndarray) -> 
     count = -(-content.nbytes // frame)
     head, table = chance.randbytes(chance.randrange(1, 300)), chance.randbytes(chance.randrange(1, 300))
     sums, found = np.zeros((2, count), np.uint32)
-    out, ends = np.zeros_like(content), np.zeros(len(head) + len(table), np.uint8)
+    out, ends = make_place(content.nbytes, chance.choice([0, 0, 16])), np.zeros(len(head) + len(table), np.uint8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "file")
         names = [str(path.with_name(name)).encode() for name in ("new", "file")]
@@ -314,10 +324,12 @@ def files(chance: random.Random, native: NativeLibrary, content: np.ndarray) -> 
         assert not code.rekindle_end_file(file, *names, 0, head, len(head), table, len(table))
 
         def read() -> bool:
-            return not code.rekindle_read_file(
-                *(names[1], path.stat().st_size, len(head), ends.ctypes.data, len(table)),
-                *(out.ctypes.data, content.nbytes, frame, found.ctypes.data),
+            call = FileCall(
+                *(names[1], path.stat().st_size, len(head), len(table), ends.ctypes.data, out.ctypes.data),
+                *(content.nbytes, frame, found.ctypes.data),
             )
+            code.rekindle_read_files(-1, ctypes.addressof(call), 1, chance.randrange(2))
+            return not call.found
 
         assert read()
         assert (out.tobytes(), ends.tobytes()) == (content.tobytes(), head + table)

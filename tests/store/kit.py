@@ -27,6 +27,7 @@ from adapters.store.lookup import Lookup, LookupOutcome
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
+from adapters.store.tier import read_run
 from adapters.transfer.copy_rows import view_tensors
 from effects.ids import LeaseId, RequestId, Tokens
 from effects.lookup import FindPrefix
@@ -107,7 +108,7 @@ def check_part(store: Store, tokens: Tokens, part: LeasedPart) -> None:
     else:
         assert store.lower_tiers
         buffer = LOOP.submit(
-            anyio.run, store.lower_tiers[0].read, entry, store.memory, WORKERS
+            anyio.run, read_run, store.lower_tiers[0], entry, store.memory, WORKERS
         ).result()  # not in a test's own
     rows = dict(view_tensors(layout.get_specs(entry.kind, entry.length), buffer.data))
     if entry.kind != "state":

@@ -5,7 +5,7 @@ small one.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import ClassVar
@@ -25,7 +25,8 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.recent_prompts import RecentPrompts
-from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.run_read import ReadSource, give_buffer
+from adapters.store.slab_memory import SlabMemory
 from adapters.store.store import Store
 from adapters.store.tier import NotePrompt, ReadableTier, WriteRun
 from adapters.transfer.transfer import create_transfer
@@ -49,6 +50,7 @@ class ObjectTier:
 
     index: BlockIndex
     name: ClassVar[Tier] = OBJECTS
+    batch_bytes: ClassVar[int] = 0
     trouble: ClassVar[str] = ""
     threads: ClassVar = ()
     damaged_files: ClassVar[Mapping[str, int]] = {}
@@ -75,15 +77,14 @@ class ObjectTier:
         threading.Timer(0.01, job.finish).start()
         return True
 
-    async def read(
-        self, entry: Entry, memory: SlabMemory, workers: Executor, then: Callable[[Buffer], object] = lambda _: None
-    ) -> Buffer:
-        raw = self.objects[entry.handle]
-        buffer = memory.allocate(len(raw))
-        buffer.data.numpy().data[:] = raw
-        self.reads += 1
-        then(buffer)
-        return buffer
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
+        while reads := take():
+            for read in reads:
+                raw = self.objects[read.entry.handle]
+                buffer = memory.allocate(len(raw))
+                buffer.data.numpy().data[:] = raw
+                self.reads += 1
+                give_buffer(read, buffer)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -20,11 +21,13 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.metrics import Metrics
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.file_format import Layout
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.lookup import LookupOutcome
 from adapters.store.open_store import create_index, open_disk
+from adapters.store.run_read import ReadSource, RunRead
 from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
 from adapters.transfer.copy_rows import RowMover, create_movers
@@ -430,6 +433,42 @@ async def test_a_damaged_file_fails_the_restore_and_the_request_computes(bench: 
         assert outcome.kind == "broken"
         assert looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0)) == PrefixMissed("empty_store")
         await bench.prefill(2, 2)
+    assert await bench.answer(2, 2) == cold
+    assert bench.leases() == 0
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 8])
+async def test_runs_that_are_read_together_are_copied_up_to_the_first_one_that_fails(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int
+) -> None:
+    """One task reads all six runs in one call, two read three and fewer, and eight read one each."""
+    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
+    cold = await bench.kept()
+    found = await bench.found(2)
+    lengths = list[int]()
+    read = DiskTier.read
+
+    async def note_length(tier: DiskTier, take: ReadSource, *more: Any) -> None:
+        def take_and_note() -> Sequence[RunRead]:
+            reads = take()
+            lengths.append(len(reads))
+            return reads
+
+        await read(tier, take_and_note, *more)
+
+    monkeypatch.setattr("adapters.transfer.restorer.RUNS_IN_FLIGHT", tasks)
+    monkeypatch.setattr(DiskTier, "read", note_length)
+    fourth = bench.moving.store.get_lease(found.lease).parts[3]
+    (disk,) = bench.moving.store.lower_tiers
+    assert isinstance(disk, DiskTier)
+    if found.tier == "disk":
+        (tmp_path / "kv" / disk.get_file_name(fourth.entry)).write_bytes(b"damaged")
+    bench.open(2, 2)
+    restored = await bench.restore(2, found, 2)
+    stop = 48 if found.tier == "disk" else 96
+    assert restored == BlocksRestored(0, stop, stop * bench.moving.store.layout.token_bytes)
+    assert lengths[:1] == [max(1, 6 // tasks)] * (found.tier == "disk")
+    await bench.prefill(2, 2, stop)
     assert await bench.answer(2, 2) == cold
     assert bench.leases() == 0
 

@@ -19,12 +19,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import ClassVar
 
-from aiofiles.threadpool import wrap
 from attrs import define, evolve, field
 
 from adapters.cache_figures import TierFigures
@@ -35,8 +34,9 @@ from adapters.store.disk.file_names import classify_name
 from adapters.store.disk.folder_upkeep import FolderUpkeep
 from adapters.store.disk.index_journal_file import JournalFile
 from adapters.store.disk.recent_prompts_file import RecentPromptsFile
+from adapters.store.disk.run_file_reader import RunFileReader
 from adapters.store.file_description import make_entry, pause_garbage_collection, read_entry
-from adapters.store.files.codec import DECODERS, CodecChooser
+from adapters.store.files.codec import CodecChooser
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import MAX_HANDLE, Layout, Newer, Outdated, encode_run, format_name, parse_name
 from adapters.store.files.private_folder import LOCK, PrivateFolder
@@ -44,8 +44,9 @@ from adapters.store.files.read_run import RunFile
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompts
-from adapters.store.slab_memory import Buffer, SlabMemory
-from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
+from adapters.store.run_read import BATCH_BYTES, ReadSource
+from adapters.store.slab_memory import SlabMemory
+from adapters.store.tier import NotePrompt, WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
 
@@ -71,7 +72,7 @@ class DiskTier:
     max_queued_bytes: int = MAX_QUEUED_BYTES
     queued_bytes: int = 0
     _queue: SimpleQueue[WriteRun | NotePrompt | None] = field(factory=SimpleQueue)
-    _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
+    _reader: RunFileReader = field(init=False)
     writer: WatchedThread = field(init=False)
     _same_thread: SameThreadExecutor = field(factory=SameThreadExecutor)
     _event_loop: asyncio.Runner = field(factory=asyncio.Runner)  # of the writer's thread
@@ -86,6 +87,7 @@ class DiskTier:
 
     def __attrs_post_init__(self) -> None:
         self.writer = WatchedThread("store-writer", self._run_writer, died=self._give_up, restarts=MAX_WRITER_RESTARTS)
+        self._reader = RunFileReader(self.folder, self.layout, self.quarantine, self._count_read)
         self._upkeep = FolderUpkeep(self.folder, self.lock)
         self._journal = JournalFile(self.index, self._upkeep)
         self._recent = RecentPromptsFile(self.recent_prompts, self.index.origin, self._upkeep)
@@ -130,11 +132,15 @@ class DiskTier:
         self.writer.join(timeout_s)
         if self.writer.is_alive():
             return False
-        self._readers.shutdown()
+        self._reader.close()
         self.folder.close()
         return True
 
     # --- from any thread ---
+
+    @property
+    def batch_bytes(self) -> int:
+        return BATCH_BYTES
 
     @property
     def damaged_files(self) -> Mapping[str, int]:
@@ -164,38 +170,21 @@ class DiskTier:
             self._queue.put(job)
         return True
 
-    async def read(
-        self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = lambda _: None
-    ) -> Buffer:
-        """Return the tensors of a leased entry, end to end, in a buffer from `memory`. Makes two hops to `workers`.
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
+        """Read runs as `ReadableTier` describes it. A damaged file is quarantined by then."""
+        await self._reader.read(take, memory, workers)
 
-        then: called with the buffer on the thread that has read it, whose processor cache holds it.
-        Raises Damaged (the file is quarantined by then), OSError (another try may succeed) or MemoryError.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            raw, buffer = await loop.run_in_executor(workers, self._open_run, entry, memory, then)
-            await wrap(raw, loop=loop, executor=workers).readinto(buffer.data.numpy().data)
-        except Damaged as error:
-            await loop.run_in_executor(workers, self.quarantine, entry, str(error))
-            raise
-        except OSError as error:
+    def _count_read(self, entry: Entry, error: Exception | None) -> None:
+        if error is None:
+            self._upkeep.counts["read_bytes"] += entry.size
+        elif isinstance(error, OSError):
             self._upkeep.counts["read_errors"] += 1
             if isinstance(error, FileNotFoundError):
                 self._forget(entry)
-            raise
-        self._upkeep.counts["read_bytes"] += entry.size
-        return buffer
-
-    def _open_run(self, entry: Entry, memory: SlabMemory, then: ReadCallback) -> tuple[RunFile, Buffer]:
-        expected = Expected(entry.size, entry.run, self.layout)
-        buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
-        name = self.get_file_name(entry)
-        return RunFile(self.folder, name, expected, self._readers, then=lambda: then(buffer)), buffer
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a file from the disk itself, not from the page cache: for measurements. Raises Damaged, OSError."""
-        RunFile(self.folder, name, expected, self._readers, past_cache=True).readinto(target)
+        RunFile(self.folder, name, expected, self._reader.helpers, past_cache=True).readinto(target)
 
     def collect_figures(self) -> TierFigures:
         with self.lock:

@@ -176,29 +176,33 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
 def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
     """Return what stands in a head before the digest of the frames, and what stands behind it."""
-    about = {
-        "rekindle_kv": str(VERSION),
-        "kind": run.kind,
-        "identity": layout.identity,
-        "grain": str(layout.block_size),
-        "start": str(run.start),
-        "parent": run.parent.hex(),
-        "key": run.keys[-1].hex(),
-    }
-    more = dict[str, str]()
-    if run.kind == "draft":
-        assert layout.draft is not None, "no draft, so its rows have no layout"
-        more["draft"] = layout.draft.identity
+    first, last = describe_layout(layout, run.kind)
+    place = (run.start, run.parent.hex().encode(), run.keys[-1].hex().encode())
+    before = first + b',"start":"%d","parent":"%b","key":"%b","frames":"' % place
     if run.kind == "state":
-        more["since"] = str(run.since)
-    before = b'{"__metadata__":%b,"frames":"' % encode_json(about)[:-1]
-    end = b"," + encode_json(more)[1:] if more else b"}"
-    after = b'"%b,%b' % (end, describe_tensors(layout, run.kind, run.length))
+        last += b',"since":"%d"' % run.since
+    after = b'"%b},%b' % (last, describe_tensors(layout, run.kind, run.length))
     size = len(before) + 2 * DIGEST + len(after)
     padding = -size % 8
     size += padding
     after += b" " * padding
     return size.to_bytes(8, "little") + before, after + run.tokens
+
+
+@lru_cache(64)
+def describe_layout(layout: Layout, kind: Kind) -> tuple[bytes, bytes]:
+    """Return the beginning and the end of the metadata, which are the same for all runs of one kind."""
+    about = {
+        "rekindle_kv": str(VERSION),
+        "kind": kind,
+        "identity": layout.identity,
+        "grain": str(layout.block_size),
+    }
+    last = b""
+    if kind == "draft":
+        assert layout.draft is not None, "no draft, so its rows have no layout"
+        last = b',"draft":' + encode_json(layout.draft.identity)
+    return b'{"__metadata__":%b' % encode_json(about)[:-1], last
 
 
 @lru_cache(64)

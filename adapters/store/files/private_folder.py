@@ -96,6 +96,11 @@ class PrivateFolder:
                 if entry.is_file(follow_symlinks=False)
             ]
 
+    @property
+    def descriptor(self) -> int:
+        """The folder itself, for calls that take paths relative to it; -1 once it is closed."""
+        return self._descriptor
+
     def open_existing(self, name: str) -> int:
         """Open a file for reading, without ever blocking.
 

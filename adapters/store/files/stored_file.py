@@ -1,14 +1,14 @@
-"""Reads and writes stored files, those whose frames are not compressed, in one call of the compiled library each.
+"""Reads and writes stored files, those whose frames are not compressed, in one call of the compiled library.
 
 The problem: at the speed of memory a thread reads a run of 4 MiB within a millisecond, and eight threads read at once.
 What they do between calls of the system needs the interpreter, which one thread has at a time. Behind 4 MiB of rows it
 also finds little of its own code in the processor's cache. So a dozen short calls for each run kept five of eight cores
-waiting (decision 063).
+waiting (decisions 063 and 075).
 
 How it works. All of a stored file follows from its run, except the checksums of its frames. So the rest is encoded
-beforehand, on the event loop (`plan_file`). One call of C then opens the file, reads rows straight to their places, and
-compares their checksums. What is left to do in Python is to complete the head with these, and to compare it. A file
-that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
+beforehand (`plan_file`). One call of C then opens several files, brings their rows to their places, and compares the
+checksums of all frames (`read_files`). What is left to do in Python is to complete each head with these, and to compare
+it. A file that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
 
 Writing goes the other way (`RowsToWrite`): one call hashes rows and writes them from where they lie, and another one
 adds the head and the table.
@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar, Literal, TypeAlias
 
 from attrs import frozen
 
@@ -38,7 +40,7 @@ from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, l
 from adapters.store.files.seekable import CHECKSUM, Sizes
 
 
-@frozen
+@frozen(cache_hash=True)
 class StoredRows:
     """The frames that rows of one size become. content, frames, packed_bytes: without a short last frame.
 
@@ -60,6 +62,12 @@ def measure_rows(size: int) -> StoredRows:
     return StoredRows(size - short, frames, sum(packed for packed, _ in frames), short)
 
 
+@lru_cache(64)
+def encode_stored_table(head_bytes: int, content: int, rows: StoredRows) -> bytes:
+    """Return the table of a stored file whose last frame is no short one. content: bytes of its head, uncompressed."""
+    return seekable.encode_table([(head_bytes, content), *rows.frames])
+
+
 # --- reading ---
 
 
@@ -78,22 +86,18 @@ class StoredFile:
     after: bytes
     table: bytes
 
-    def read(self, path: str, address: int) -> bool:
-        """Read the file's rows to this address. Return True if it is exactly this file.
+    @property
+    def end_bytes(self) -> int:
+        return self.head_bytes + len(self.table)
 
-        Otherwise the memory may hold anything. Any thread may call this; the interpreter is free meanwhile.
-        """
-        compiled = load_functions()
-        assert compiled is not None, "else nothing is planned"
-        ends = self.head_bytes + len(self.table)
-        space = ctypes.create_string_buffer(ends + CHECKSUM * len(self.rows.frames))
-        place = ctypes.addressof(space)
-        failed = compiled.rekindle_read_file(
-            *(os.fsencode(path), self.size, self.head_bytes, place, len(self.table)),
-            *(address, self.rows.content, FRAME, place + ends),
-        )
-        found = space.raw
-        return not failed and found[self.head_bytes : ends] == self.table and self._has_head(found, found[ends:])
+    @property
+    def space_bytes(self) -> int:
+        """Return the bytes of its head, its table and the checksums of its frames."""
+        return self.end_bytes + CHECKSUM * len(self.rows.frames)
+
+    def matches(self, ends: bytes, checksums: bytes) -> bool:
+        """Say whether a file has this head and this table. ends: what it has there. checksums: of its frames."""
+        return ends[self.head_bytes :] == self.table and self._has_head(ends, checksums)
 
     def _has_head(self, found: bytes, checksums: bytes) -> bool:
         head = self.before + digest_frames([checksums]).hex().encode() + self.after
@@ -103,6 +107,18 @@ class StoredFile:
             return seekable.decompress_exactly(found[: self.head_bytes], len(head)) == head
         except seekable.Damaged:
             return False
+
+
+Found: TypeAlias = Literal["read", "not_cached", "other"]  # other: it is no such file, or cannot be read
+
+
+@frozen(eq=False)
+class PlannedRead:
+    """A file to read. address: of the memory for its rows, used by no other thread meanwhile."""
+
+    plan: StoredFile
+    path: bytes
+    address: int
 
 
 def plan_file(expected: Expected) -> StoredFile | None:
@@ -119,9 +135,54 @@ def plan_file(expected: Expected) -> StoredFile | None:
     content = len(before) + 2 * DIGEST + len(after)
     if head_bytes > seekable.compute_bound(content):
         return None
-    table = seekable.encode_table([(head_bytes, content), *rows.frames])
+    table = encode_stored_table(head_bytes, content, rows)
     is_plain = head_bytes == count_frame_bytes(content)
     return StoredFile(rows, expected.size, head_bytes, is_plain, before, after, table)
+
+
+class FileCall(ctypes.Structure):
+    """A file as the library reads it (`stored_t` in frames.h)."""
+
+    _fields_: ClassVar = [
+        ("path", ctypes.c_char_p),
+        *((name, ctypes.c_long) for name in ("size", "head", "table")),
+        *((name, ctypes.c_void_p) for name in ("ends", "out")),
+        *((name, ctypes.c_long) for name in ("content", "frame")),
+        ("sums", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("failures", "found")),
+    ]
+
+
+FOUND: dict[int, Found] = {0: "read", 1: "not_cached", -1: "other"}
+
+
+def read_files(reads: Sequence[PlannedRead], folder: int = -1, *, only_cached: bool = False) -> list[Found]:
+    """Read the rows of files to their places, one file after the other. Any thread may call this.
+
+    The interpreter is free meanwhile. folder: a descriptor, to which paths are relative unless
+    they are absolute. only_cached: leave files that
+    the page cache does not hold, and follow no link. Where a file is not read, its memory may hold anything.
+    """
+    compiled = load_functions()
+    assert compiled is not None, "else nothing is planned"
+    calls = (FileCall * len(reads))()
+    spaces = [ctypes.create_string_buffer(read.plan.space_bytes) for read in reads]
+    for at, (read, space) in enumerate(zip(reads, spaces, strict=True)):
+        plan = read.plan
+        place = ctypes.addressof(space)
+        calls[at] = FileCall(
+            *(read.path, plan.size, plan.head_bytes, len(plan.table), place, read.address),
+            *(plan.rows.content, FRAME, place + plan.end_bytes),
+        )
+    compiled.rekindle_read_files(folder, ctypes.addressof(calls), len(reads), only_cached)
+    return [check_read(read.plan, call.found, space) for read, call, space in zip(reads, calls, spaces, strict=True)]
+
+
+def check_read(plan: StoredFile, found: int, space: ctypes.Array[ctypes.c_char]) -> Found:
+    if found:
+        return FOUND[found]
+    raw = space.raw
+    return "read" if plan.matches(raw[: plan.end_bytes], raw[plan.end_bytes :]) else "other"
 
 
 # --- writing ---

@@ -28,6 +28,7 @@ from attrs import define, field
 from adapters.daemon_executor import DaemonExecutor
 from adapters.store.files.read_run import RunContent, borrow_scratch, read_fully
 from adapters.store.files.seekable import Damaged
+from adapters.store.shared.call_limit import CallLimit
 from adapters.store.shared.object_client import Folder, ObjectClient, ObjectExists, StoreUnreachable, shorten_error
 from adapters.store.shared.store_health import compute_limit, compute_patient_limit
 from adapters.store.shared.thread_calls import start_call
@@ -70,12 +71,36 @@ class FolderClient(ObjectClient):
                 found = decode(file)
             finally:
                 file.close()
-            if not claim.acquire(blocking=False):
-                raise StoreUnreachable("the caller has not waited for it")
+            take_claim(claim)
             then(found)
             return found
 
         return await self._run(read, compute_limit(size), claim)
+
+    async def read_files(self, read: Callable[[Callable[[str], str], CallLimit], T]) -> T:
+        """Read files as `Folder` describes it."""
+        limit = CallLimit()
+        answer = start_call(self._threads, partial(read, self._locate, limit))
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            if answer.done():
+                return
+            if (left_s := limit.compute_time_left()) > 0:
+                timer = loop.call_later(left_s, look)
+            else:
+                answer.set_exception(StoreUnreachable(f"no answer within {limit.limit_s:.1f} s from {self.place}"))
+
+        timer = loop.call_later(limit.limit_s, look)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+
+    def _locate(self, name: str) -> str:
+        return f"{self._root}/{name}"
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
@@ -151,6 +176,12 @@ class FolderFile:
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+
+def take_claim(claim: threading.Lock) -> None:
+    """Let the result of a call count. Raises StoreUnreachable if its caller has given up."""
+    if not claim.acquire(blocking=False):
+        raise StoreUnreachable("the caller has not waited for it")
 
 
 def write_to_folder(path: str, write: Callable[[str, str], T]) -> T:

@@ -38,6 +38,10 @@ class StoreUnreachable(OSError):
     """An operation failed or took too long. The message is one line."""
 
 
+class ObjectGone(StoreUnreachable):
+    """An object that a listing has shown is not there any more. The store works."""
+
+
 class ObjectExists(Exception):
     """There is an object of that name already."""
 
@@ -52,6 +56,14 @@ class ObjectFacts:
     version: str
 
 
+class ReadLimit(Protocol):
+    """The limit of a call that reads several times (`call_limit.py`)."""
+
+    def begin(self, size: int) -> None: ...
+
+    def claim(self) -> None: ...
+
+
 class Folder(Protocol):
     """A store whose objects are files, which functions of ours write and read."""
 
@@ -59,6 +71,14 @@ class Folder(Protocol):
         """Write an object of this size by a function, on a thread, and return its result.
 
         write: makes a file of the first name, and gives it the second one when it is whole. Raises as `write_object`.
+        """
+        ...
+
+    async def read_files(self, read: Callable[[Callable[[str], str], ReadLimit], T]) -> T:
+        """Call a function on a thread, and return its result.
+
+        read: gets a function that returns the path of an object of some name, and the limit that it has to obey.
+        Raises StoreUnreachable within that limit.
         """
         ...
 
@@ -201,6 +221,12 @@ async def expect_store() -> AsyncIterator[None]:
         yield
     except FileNotFoundError as error:
         raise StoreUnreachable(shorten_error(error)) from error
+
+
+def describe_read_error(error: Exception) -> Exception:
+    """Return the error of a read as its caller should see it."""
+    gone = isinstance(error, FileNotFoundError)
+    return ObjectGone("the run was removed from the shared store") if gone else error
 
 
 def shorten_error(error: Exception) -> str:

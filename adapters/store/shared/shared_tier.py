@@ -11,8 +11,8 @@ thread with an event loop of its own does everything that no request waits for:
 * It *publishes*: it encodes runs that snapshots bring, and writes them (`publisher.py`).
 
 Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
-decodes it on the caller's threads, with the same checks as a file (`fill_target`). From a folder it is read and decoded
-on threads of its client: in one call, or piece by piece (`run_decoder.py`). Then it is a run like any other.
+decodes it on the caller's threads, with the same checks as a file (`fill_target`). From a folder, runs are read on
+threads of its client: several in one call, or piece by piece (`object_reader.py`). Then they are runs like any other.
 
 An operation that fails or takes too long takes the tier away until a refresh works again (`store_health.py`). While it
 is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
@@ -33,35 +33,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import ClassVar
 
 from attrs import define, evolve, field
 
 from adapters.cache_figures import TierFigures
-from adapters.daemon_executor import DaemonExecutor
-from adapters.processors import count_processors
 from adapters.store.block_index import BlockIndex, Entry
-from adapters.store.files.codec import DECODERS, CodecChooser
+from adapters.store.files.codec import CodecChooser
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout
-from adapters.store.files.read_run import RunContent, fill_target
-from adapters.store.files.same_thread_executor import SameThreadExecutor
-from adapters.store.files.seekable import Damaged
-from adapters.store.files.stored_file import plan_file
 from adapters.store.recent_prompts import RecentPrompts
+from adapters.store.run_read import BATCH_BYTES, ReadSource
 from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.garbage_collector import GarbageCollector
-from adapters.store.shared.object_client import ObjectClient, StoreUnreachable
-from adapters.store.shared.object_names import name_entry, name_sample
+from adapters.store.shared.object_client import ObjectClient
+from adapters.store.shared.object_names import name_sample
+from adapters.store.shared.object_reader import ObjectReader
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import TASKS, UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
-from adapters.store.shared.run_decoder import RunDecoder, fill_memory
 from adapters.store.shared.store_url import StoreUnusable
-from adapters.store.slab_memory import Buffer, SlabMemory
-from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
+from adapters.store.slab_memory import SlabMemory
+from adapters.store.tier import NotePrompt, WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
 
@@ -92,10 +86,7 @@ class SharedTier:
     thread: WatchedThread = field(init=False)
     _publisher: Publisher = field(init=False)
     _collector: GarbageCollector = field(init=False)
-    _decoders: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-reader", DECODERS))
-    _same_thread: SameThreadExecutor = field(factory=SameThreadExecutor)
-    _reads: int = 0  # that are under way
-    _processors: int = field(factory=count_processors)
+    _reader: ObjectReader = field(init=False)
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
     _refresher: Refresher = field(init=False)
@@ -109,6 +100,7 @@ class SharedTier:
         self._empty = BlockIndex(self.limits.budget, self.layout.block_size, root)
         self.availability = Availability(self.lock, self.counts, self.clock)
         self.catalogue = Catalogue(root, index, self.lock, self.counts)
+        self._reader = ObjectReader(self.client, self.layout, self.catalogue, self.availability, self.counts)
         self._publisher = Publisher(
             self.client,
             self.layout,
@@ -163,7 +155,7 @@ class SharedTier:
         return True
 
     def _close_parts(self) -> None:
-        self._decoders.shutdown()
+        self._reader.close()
         self._publisher.close()
         self.client.close()
 
@@ -226,43 +218,14 @@ class SharedTier:
         """Return a future that is done when all runs that are queued now have been written or given up."""
         return self._publisher.watch_writes()
 
-    async def read(
-        self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = lambda _: None
-    ) -> Buffer:
-        """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
+    @property
+    def batch_bytes(self) -> int:
+        """Return the bytes of runs that are best read together: of a folder some, of other stores one run."""
+        return 0 if self.client.folder is None else BATCH_BYTES
 
-        then: called with the buffer on the thread that has decoded it.
-        Raises Damaged (the object is not found any more by then), OSError or MemoryError.
-        """
-        name = name_entry(self.catalogue.root, entry)
-        self._reads += 1
-        try:
-            expected = Expected(entry.size, entry.run, self.layout)
-            in_one_call = self.client.folder is not None and fill_memory(self._reads, self._processors)
-            plan = plan_file(expected) if in_one_call else None
-            helpers = None if plan is not None or self._reads >= self._processors else self._decoders
-            decode = partial(self._decode, entry, RunDecoder(expected, plan, helpers, memory))
-            buffer = await self.client.read_content(name, entry.size, workers, decode, then)
-        except FileNotFoundError as error:
-            self.counts["read_errors"] += 1
-            self.catalogue.forget(entry)
-            raise StoreUnreachable("the run was removed from the shared store") from error
-        except StoreUnreachable as error:
-            self.counts["read_errors"] += 1
-            self.availability.report_failure(f"reading failed: {error}")
-            raise
-        finally:
-            self._reads -= 1
-        self.counts["read_bytes"] += entry.size
-        return buffer
-
-    def _decode(self, entry: Entry, decoder: RunDecoder, content: RunContent) -> Buffer:
-        try:
-            return decoder.decode(content)
-        except Damaged as error:
-            log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
-            self.catalogue.note_damaged_entry(entry)
-            raise
+    async def read(self, take: ReadSource, memory: SlabMemory, workers: Executor) -> None:
+        """Read runs as `ReadableTier` describes it. An object that is damaged or gone is not found any more."""
+        await self._reader.read(take, memory, workers)
 
     # --- measurements, before any request is served ---
 
@@ -285,11 +248,7 @@ class SharedTier:
 
     def read_sample(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a sample as a run is read. Called on a thread without an event loop. Raises Damaged, OSError."""
-
-        def fill(content: RunContent) -> None:
-            fill_target(content, expected, self._decoders, target)
-
-        asyncio.run(self.client.read_content(name, expected.size, self._same_thread, fill, lambda _: None))
+        self._reader.read_sample(name, expected, target)
 
     def collect_figures(self) -> TierFigures:
         with self.lock:

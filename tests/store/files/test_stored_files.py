@@ -19,14 +19,17 @@ from attrs import evolve
 
 from adapters.models.kernels.cpu.native.native_library import find_library
 from adapters.sequence_layout import RowSpec, TensorSpec
+from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, derive_checkpoint_key, pack_tokens
+from adapters.store.file_description import make_entry
 from adapters.store.files import seekable, stored_file
 from adapters.store.files.codec import create_compressor
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import DraftLayout, Layout, Run, encode_run
 from adapters.store.files.read_run import fill_target
 from adapters.store.files.seekable import Damaged
-from adapters.store.files.stored_file import RowsToWrite, can_write_rows, plan_file
+from adapters.store.files.stored_file import PlannedRead, RowsToWrite, can_write_rows, plan_file, read_files
+from adapters.store.run_read import RunRead, get_buffer
 from adapters.store.shared import run_decoder
 from adapters.store.shared.folder_client import FolderFile
 from adapters.store.shared.run_decoder import RunDecoder
@@ -35,6 +38,7 @@ from adapters.store.slab_memory import SlabMemory
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(find_library() is None, reason="no compiled library")]
 LAYOUT = Layout("ab" * 16, 4, RowSpec(("layers.0.k", "layers.0.v"), 1, 8 << 10, "I8"))
 TWO_FRAMES, ONE_FRAME, SHORT_END, SHORT_FILE = 148, 64, 128 + 4, 4  # tokens of 16 KiB
+THREE_FRAMES = 256 + 12  # the first two are read at once
 NARROW = evolve(LAYOUT, rows=evolve(LAYOUT.rows, width=8 * 1000))  # 132 tokens end with a frame of 14,848 bytes
 
 
@@ -64,13 +68,17 @@ def write_rows(run: Run) -> bytes:
 def read(path: Path, raw: bytes, run: Run, layout: Layout = LAYOUT, *, helpers: bool = False) -> np.ndarray:
     """Return the rows of a file, as the shared tier reads them: in one call, or with helpers. Raises Damaged."""
     path.write_bytes(raw)
-    expected = Expected(len(raw), run, layout)
-    memory = SlabMemory()
+    run_read = RunRead(make_entry(run, 1, len(raw), layout.compute_root("rows")))
+    damaged = list[Entry]()
+    decoder = RunDecoder(layout, SlabMemory(), damaged.append)
     file = FolderFile(str(path))
     try:
         with ThreadPoolExecutor(2) as pool:
-            decoder = RunDecoder(expected, None if helpers else plan_file(expected), pool if helpers else None, memory)
-            return decoder.decode(file).data.numpy()
+            if helpers:
+                return decoder.decode(run_read, file, pool).data.numpy()
+        decoder.read_files([run_read], [str(path)], lambda: None)
+        assert damaged == [run_read.entry] * isinstance(run_read.error, Damaged)
+        return get_buffer(run_read).data.numpy()
     finally:
         file.close()
 
@@ -179,13 +187,58 @@ def test_rows_are_read_back_bit_for_bit(tmp_path: Path, tokens: int, layout: Lay
 
 
 @pytest.mark.parametrize("writer", [encode, write_rows], ids=["compressed head", "stored head"])
-@pytest.mark.parametrize("tokens", [TWO_FRAMES, ONE_FRAME])
+@pytest.mark.parametrize("tokens", [THREE_FRAMES, TWO_FRAMES, ONE_FRAME])
 def test_one_call_reads_a_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, writer: Callable[[Run], bytes]
 ) -> None:
     monkeypatch.setattr(run_decoder, "fill_target", forbid)
     run = make_run(tokens)
     assert np.array_equal(read(tmp_path / "file", writer(run), run), make_rows(run))
+
+
+def plan_read(path: Path, raw: bytes, run: Run, beyond: int = 0) -> tuple[PlannedRead, np.ndarray]:
+    """Write a file, and return how it is read, and where. beyond: bytes of the place beyond a multiple of 64."""
+    path.write_bytes(raw)
+    plan = plan_file(Expected(len(raw), run, LAYOUT))
+    assert plan is not None
+    space = np.zeros(make_rows(run).nbytes + 128, np.uint8)
+    begin = -space.ctypes.data % 64 + beyond
+    place = space[begin : begin + space.nbytes - 128]
+    return PlannedRead(plan, os.fsencode(path), place.ctypes.data), place
+
+
+@pytest.mark.parametrize("beyond", [0, 16])
+def test_files_are_read_together_and_each_is_told_apart(tmp_path: Path, beyond: int) -> None:
+    """Memory that does not begin at a multiple of 64 is filled without the instructions for whole lines."""
+    runs = [make_run(tokens, 1000 * tokens) for tokens in (THREE_FRAMES, TWO_FRAMES, ONE_FRAME, TWO_FRAMES)]
+    raws = [write_rows(run) for run in runs]
+    raws[1] = flip(raws[1], 8 * len(raws[1]) // 2)
+    planned = [
+        plan_read(tmp_path / str(number), raw, run, beyond)
+        for number, (run, raw) in enumerate(zip(runs, raws, strict=True))
+    ]
+    (tmp_path / "2").unlink()
+    assert read_files([read for read, _ in planned]) == ["read", "other", "other", "read"]
+    for number in (0, 3):
+        assert np.array_equal(planned[number][1], make_rows(runs[number]))
+
+
+def test_only_what_the_page_cache_holds_is_read_where_that_is_asked_for(tmp_path: Path) -> None:
+    """A file that is a hole has no pages there. A link is not followed, as the disk tier never does."""
+    run = make_run(TWO_FRAMES)
+    raw = write_rows(run)
+    read, place = plan_read(tmp_path / "file", raw, run)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with (tmp_path / "hole").open("wb") as hole:
+        hole.truncate(len(raw))
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        reads = [evolve(read, path=name) for name in (b"hole", b"link", b"file")]
+        assert read_files(reads, folder, only_cached=True) == ["not_cached", "other", "read"]
+        assert read_files(reads[:2], folder) == ["other", "read"]
+    finally:
+        os.close(folder)
+    assert np.array_equal(place, make_rows(run))
 
 
 def test_kinds_of_runs_have_heads_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +353,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     address = np.frombuffer(space, np.uint8).ctypes.data
     os.mkfifo(tmp_path / "pipe")
     for name in ("nothing", "pipe", "."):
-        assert not plan.read(str(tmp_path / name), address)
+        assert read_files([PlannedRead(plan, os.fsencode(tmp_path / name), address)]) == ["other"]
         with pytest.raises((Damaged, FileNotFoundError)):
             fill_target(FolderFile(str(tmp_path / name)), expected, None, memoryview(space))
 

@@ -30,10 +30,10 @@ from adapters.store.shared.object_client import ObjectClient, ObjectExists, Stor
 from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import LentRows, write_from_rows
-from adapters.store.shared.run_decoder import fill_memory
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer, SlabMemory
-from adapters.store.tier import WriteRun
+from adapters.store.stored_reads import fill_memory
+from adapters.store.tier import WriteRun, read_run
 
 pytestmark = pytest.mark.timeout(60)
 NAME = "0123/run"
@@ -248,9 +248,9 @@ def test_a_tier_lets_go_of_rows_before_it_says_that_they_are_written(
     assert [path.stat().st_size for path in (root / origin.hex()).iterdir()] == [tier.counts["written_bytes"]]
     (entry,) = tier.index.entries.values()
     for processors in (1, 64):
-        tier._processors = processors  # noqa: SLF001 - with helpers and without
+        tier._reader.processors = processors  # noqa: SLF001 - with helpers and without
         with ThreadPoolExecutor(1) as workers:
-            found = asyncio.run(tier.read(entry, SlabMemory(), workers))
+            found = asyncio.run(read_run(tier, entry, SlabMemory(), workers))
         assert torch.equal(found.data, expected)
     assert tier.close(30)
 
