@@ -1,7 +1,7 @@
 """Reads runs from the folder of the disk tier.
 
 Where many runs are read at once, stored files in the page cache are read several in one call (`stored_reads.py`). All
-other files are read one after another by `RunFile`, past the page cache, with threads that decode beside the reading.
+other files are read one after another by `RunFile`, past the page cache, with threads that decode meanwhile.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, processors: int, shared
 
 
 def count_whole_bytes(tile: AheadTile, weight: CudaPackedMatrix) -> int:
-    """Return the bytes of what a program of one row has in shared memory beside words: the row, and scales."""
+    """Return the bytes of what a program of one row has in shared memory besides words: the row, and scales."""
     made = tile.outputs * (weight.columns // 128) * _SCALES if tile.makes_scales(weight) else 0
     return 2 * weight.columns + made
 

@@ -134,10 +134,10 @@ class Fp8Products:
         rows = least if count == 1 else max(least, min(round_up_to_power(count), NARROW_FP8))
         whole = groups * (least * SIDE + 8 if count == 1 else 8 * rows)  # a row of x, and scales
         most = min(_MOST_PROGRAMS, count_parts(programs * of_tile, self.processors))
-        for beside, at_once in product(range(most, 0, -1), (2, 1)):
+        for sharing, at_once in product(range(most, 0, -1), (2, 1)):
             steps = groups // (at_once * of_tile)
             each = at_once * SIDE * (_HEIGHT + (0 if count == 1 else of_tile * rows))
-            stages = min(steps, (self.shared // beside - _RESERVED - whole) // each)
+            stages = min(steps, (self.shared // sharing - _RESERVED - whole) // each)
             if steps * at_once * of_tile == groups and stages >= min(2, steps):
                 return NarrowTile(rows, at_once, of_tile, stages)
         return None
