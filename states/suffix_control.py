@@ -218,9 +218,11 @@ def plan_copies(
     balance, is_self_funded = find_balance(controls, rates)
     tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
     terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
-    chosen = [
-        choose_counts(control, terms) if control is not None and control.copy_widths else [] for control in controls
-    ]
+    # New members know the same, so they copy the same.
+    known = [None if one is None else (one.copy_widths, one.copied, one.max_branch) for one in controls]
+    of_known = dict(zip(known, controls, strict=True))
+    choices = {key: choose_counts(one, terms) for key, one in of_known.items() if one and one.copy_widths}
+    chosen = [choices.get(key, []) for key in known]
     widest = [max((one.width for one in choices), default=0) for choices in chosen]
     could_pay = any(one.could_pay for choices in chosen for one in choices)
     # A trial of a draft may be due before the next trial of copies, so the plan of a draft never holds longer for them.

@@ -44,7 +44,7 @@ class StepCopies:
     _unmatched: dict[int, UnmatchedText] = field(init=False, factory=dict[int, UnmatchedText])  # by slot
     _states: list[SlotState] = field(init=False, factory=list[SlotState])  # of the last step
     _steps: int = field(init=False, default=0)  # of all launches
-    _next_search: int = field(init=False, default=0)  # number of the first step after which any of `_states` is due
+    _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` is due
 
     def index_texts(self, members: Sequence[CopyingMember]) -> None:
         """Index the texts of members whose matches will be asked for. Called while the device is at their first step.
@@ -63,7 +63,7 @@ class StepCopies:
         after the same ones (`choose_search_gap`). Between two searches they match nothing.
 
         Most steps have the requests of the step before and nothing to search. They end here before anything is done
-        for single requests: code and texts have left the caches of the processor, so the first call takes 0.1 ms.
+        for single requests, because code and texts have left the processor's caches since the step before.
         """
         if self.proposer is None:
             return [0] * len(slots)
@@ -71,16 +71,16 @@ class StepCopies:
         states = [state for _, state in slots]
         is_changed = states != self._states
         self._states = states
-        if not is_asked:
-            if is_changed:
-                self.proposer.note_tokens(slots)
-            if self._matching:
-                self._matching.difference_update([slot for slot, _ in slots])
-            self._next_search = 0
+        if is_asked:
+            if is_changed or self._steps >= self._next_search:
+                return self._search(slots)
             return [0] * len(slots)
-        if self._steps < self._next_search and not is_changed:
-            return [0] * len(slots)
-        return self._search(slots)
+        self._next_search = 0
+        if is_changed:
+            self.proposer.note_tokens(slots)
+        if self._matching:
+            self._matching.difference_update([slot for slot, _ in slots])
+        return [0] * len(slots)
 
     def _search(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Search the texts that are due, and note which have a match and when the others are searched again."""
@@ -90,12 +90,13 @@ class StepCopies:
         next_search = step + LONGEST_SEARCH_GAP
         for slot, state in slots:
             known = self._unmatched.get(slot)
-            if known is not None and known.state is state and known.due > step:
-                next_search = min(next_search, known.due)
-            else:
+            if known is None or known.state is not state or known.due <= step:
                 due.append((slot, state))
+            else:
+                next_search = min(next_search, known.due)
         matches = dict.fromkeys([slot for slot, _ in slots], 0)
-        for (slot, state), matched in zip(due, self.proposer.find_matches(due), strict=True):
+        found = self.proposer.find_matches(due) if due else ()
+        for (slot, state), matched in zip(due, found, strict=True):
             if matched:
                 matches[slot] = matched
                 self._matching.add(slot)
