@@ -62,7 +62,7 @@ class Decoded:
     steps: int = 1  # that are reported
     more: bool = False  # the launch goes on: this is not its last outcome for the request
     # Tokens before the next one that agree with an earlier position of a text, so that what followed there may be
-    # copied. 0: there are fewer than three, or no text is searched.
+    # copied. 0: there are fewer than three, or no text was searched after this step.
     matched: int = 0
     copied: int = 0  # proposals of the chain that was copied; other proposals are its branch. 0: a draft was asked
     rows: int = 0  # of the step's forward, of all members, where any of them copied; 0: none did

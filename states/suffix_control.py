@@ -10,7 +10,8 @@ each class of lengths (`Copying`, MATCH_CLASSES). The executor finds the match a
 next one. A step without a match, or with one that is not worth copying, is a plain step or one of the draft. So a
 launch goes on while copies are right, wrong or missing.
 
-* Every outcome reports the match behind its tokens (`Decoded.matched`), and whether its own proposals were copied
+* Every outcome reports the match behind its tokens (`Decoded.matched`; 0 as well where the text was not searched after
+  that step, see `effects.decode.choose_search_gap`), and whether its own proposals were copied
   (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
   each class of matches, of each request and of all requests together (`Rates.copied`).
 * The rules hold for the members that the launch begins with, because prices depend on their number. Once a request has
