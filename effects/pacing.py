@@ -21,7 +21,8 @@ class PaceSnapshot:
     side: ClassVar = Side.STORE
     may_copy: bool = False  # copy its next run now
     may_grow: bool = True  # pin more host memory for it, which takes several times as long as the copies
-    may_wait: bool = True  # wait until host memory comes free; otherwise, rows without memory are dropped
+    # It may wait so long for host memory in all. Then rows without memory are dropped. None: the core sets no limit.
+    memory_wait_ns: int | None = None
 
 
 @frozen

@@ -12,7 +12,13 @@ from effects.decode import RunDecode
 from effects.ids import MAIN, PROMPTS, RequestId
 from states.followers import is_leading
 from states.lane import is_blocking
-from states.pacing import Demand, choose_step_interval, has_several_prompts, is_awaiting_first_token
+from states.pacing import (
+    Demand,
+    choose_step_interval,
+    estimate_snapshot_worth,
+    has_several_prompts,
+    is_awaiting_first_token,
+)
 from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
     Done,
@@ -141,8 +147,10 @@ def check_pacing(world: World) -> None:
     first_tokens = sum(map(is_awaiting_first_token, world.requests.values()))
     main = world.lanes[MAIN].running
     interval = choose_step_interval(world.settings, world.rates, main) if backlog else 0
-    queued = bool(world.slots.waiting)
-    counted = Demand(bool(world.requests), queued, first_tokens, backlog, pacing.demand.snapshots, interval)
+    queued = bool(world.slots.waiting or world.slots.short_of_pages)
+    snapshots = pacing.demand.snapshots
+    worth = estimate_snapshot_worth(world.requests[snapshots[0]], world.rates) if queued and snapshots else None
+    counted = Demand(bool(world.requests), queued, first_tokens, backlog, snapshots, interval, worth)
     assert pacing.demand == counted, "the demand is counted wrong"
     gate = pacing.gate
     assert (gate is None) == (not saving), "there is a gate without a snapshot, or a snapshot without a gate"

@@ -30,9 +30,10 @@ A snapshot's gate has three phases:
       +---------(a first token is pending)---------+------------------------------------------+
 
 A new gate leaves `giving_way` in the same event if no first token is pending. A gate is `copying` at once while a
-request waits for a slot, because the snapshot holds that request up. A client often sends its next request as soon as
-an answer ends: `settling` waits for that. The timer `snapshot_patience` starts when the gate gives way to a first
-token for the first time. When it has elapsed, the gate stays `copying`.
+request waits for a slot or for pages, because the snapshot holds that request up. Then it waits for host memory no
+longer than it would take to compute its rows again. A client often sends its next request as soon as an answer ends:
+`settling` waits for that. The timer `snapshot_patience` starts when the gate gives way to a first token for the first
+time. When it has elapsed, the gate stays `copying`.
 
 Invariants (`states/invariants.py` asserts them): the demand is what a recount over all requests finds. There is a gate
 if and only if a snapshot is being taken, and it is that of the oldest one. A gate that is not `copying` waits for a
@@ -61,7 +62,7 @@ from states.events import TimerElapsed
 from states.lane import Lane
 from states.launch_choice import get_decode_effects, get_step_shape
 from states.machine import IllegalEvent
-from states.rates import Rates
+from states.rates import Rates, estimate_prefill_time
 from states.request_states import (
     Compressing,
     LoadingScorer,
@@ -101,11 +102,13 @@ class Demand:
     """The wishes of all requests now, as far as background work depends on them."""
 
     is_serving: bool = False  # there is any request
-    is_slot_requested: bool = False  # a request waits for a slot, perhaps for one whose rows are still being saved
+    is_slot_requested: bool = False  # a request waits for a slot or for pages, perhaps for those that are being saved
     first_tokens: int = 0  # requests that hold a slot and wait for their first token
     has_prefill_backlog: bool = False  # prompts wait until another one has been computed on the prompt lane
     snapshots: tuple[RequestId, ...] = ()  # requests whose rows are being saved, in the order in which that was asked
     step_interval_ns: int = 0  # between two decode steps while there is a backlog
+    # To compute the rows of the oldest snapshot again. None: no request waits for a slot, or the time is not known.
+    snapshot_worth_ns: int | None = None
 
 
 @frozen
@@ -178,21 +181,26 @@ def follow_transition(demand: Demand, request: RequestId, before: State, after: 
 
 def follow_queues(
     demand: Demand,
-    is_serving: bool,
     is_slot_requested: bool,
     lanes: Mapping[LaneId, Lane],
+    requests: Mapping[RequestId, State],
     context: DecisionContext,
 ) -> Demand:
     """Return the demand after an event: the same object if no queue has changed, since this runs for every step."""
+    is_serving = bool(requests)
     has_prefill_backlog = PROMPTS in lanes and has_several_prompts(lanes[PROMPTS])
     step_interval_ns = 0
     if has_prefill_backlog:
         step_interval_ns = choose_step_interval(context.settings, context.rates, lanes[MAIN].running)
+    snapshot_worth_ns = None
+    if is_slot_requested and demand.snapshots:
+        snapshot_worth_ns = estimate_snapshot_worth(requests[demand.snapshots[0]], context.rates)
     if (
         is_serving == demand.is_serving
         and is_slot_requested == demand.is_slot_requested
         and has_prefill_backlog == demand.has_prefill_backlog
         and step_interval_ns == demand.step_interval_ns
+        and snapshot_worth_ns == demand.snapshot_worth_ns
     ):
         return demand
     return evolve(
@@ -201,7 +209,18 @@ def follow_queues(
         is_slot_requested=is_slot_requested,
         has_prefill_backlog=has_prefill_backlog,
         step_interval_ns=step_interval_ns,
+        snapshot_worth_ns=snapshot_worth_ns,
     )
+
+
+def estimate_snapshot_worth(state: State, rates: Rates) -> int | None:
+    """Return how long it takes to compute the rows of a slot again that is being saved; None: it is not known.
+
+    The time is rounded up to INTERVAL_UNIT, so that it changes seldom.
+    """
+    assert isinstance(state, Snapshotting), "no other state saves rows"
+    worth_ns = estimate_prefill_time(rates, 0, state.remainder.slot_lease.valid_rows)
+    return -(-worth_ns // INTERVAL_UNIT) * INTERVAL_UNIT or None
 
 
 def has_several_prompts(lane: Lane) -> bool:
@@ -262,7 +281,7 @@ def decide_gate(gate: SnapshotGate | None, demand: Demand, timer: int, output: P
     pace = PaceSnapshot(
         may_copy=gate.phase == "copying",
         may_grow=is_alone or not demand.is_slot_requested,
-        may_wait=is_alone,
+        memory_wait_ns=demand.snapshot_worth_ns if is_alone else 0,
     )
     if pace != gate.pace:
         output.add(pace, gate.request)

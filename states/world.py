@@ -256,7 +256,8 @@ class Fold:
     def update_pace(self, elapsed: TimerElapsed | None) -> None:
         """Decide the pace of background work again if what it rests on has changed."""
         context = DecisionContext(self.settings, self.rates)
-        demand = pacing.follow_queues(self.demand, bool(self.requests), bool(self.slots.waiting), self.lanes, context)
+        is_slot_requested = bool(self.slots.waiting or self.slots.short_of_pages)
+        demand = pacing.follow_queues(self.demand, is_slot_requested, self.lanes, self.requests, context)
         if demand is not self.pacing.demand or elapsed is not None:
             self.pacing, effects = pacing.decide_pace(self.pacing, demand, self.settings, elapsed)
             self.outputs += effects

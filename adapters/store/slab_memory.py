@@ -140,8 +140,11 @@ class SlabMemory:
     def _grow(self, whole: int, size: int, *, is_awaited: bool) -> Buffer | None:
         """Return a buffer from a new slab, or from one that another thread makes meanwhile. None: no slab may be added.
 
-        is_awaited: a request waits for this memory.
+        is_awaited: a request waits for this memory. Where all slabs are there already, no thread is woken: a thread
+        that waits for memory would wake itself by each attempt.
         """
+        if self.slab_bytes + whole > self.max_bytes:
+            return self._take_free(whole, size)
         news = SimpleQueue[None]()
         with self.notify(news):
             while not self._grow_lock.acquire(blocking=False):

@@ -95,6 +95,7 @@ class PaceGate:
     """
 
     pace: PaceSnapshot = field(factory=PaceSnapshot)
+    waited_ns: int = 0  # for host memory
     changed: SimpleQueue[None] = field(factory=SimpleQueue)
 
     def set_pace(self, pace: PaceSnapshot) -> None:
@@ -106,6 +107,11 @@ class PaceGate:
         """Wait until the next run may be copied."""
         while not self.pace.may_copy:
             self.changed.get()
+
+    def compute_memory_wait(self, left_ns: int) -> int:
+        """Return how long the snapshot may still wait for host memory. left_ns: to the end of all snapshots' limit."""
+        most_ns = self.pace.memory_wait_ns
+        return left_ns if most_ns is None else min(left_ns, most_ns - self.waited_ns)
 
 
 @define(eq=False)
@@ -326,11 +332,13 @@ class Saver:
                 try:
                     return memory.allocate(size, pinned_only=True, may_grow=gate.pace.may_grow)
                 except MemoryError:
-                    left_ns = end - self.clock_ns()
-                    if not gate.pace.may_wait or not is_writing or left_ns < 0:
+                    began = self.clock_ns()
+                    wait_ns = gate.compute_memory_wait(end - began)
+                    if wait_ns <= 0 or not is_writing:
                         raise
                 with suppress(Empty):
-                    gate.changed.get(timeout=left_ns / 1e9)
+                    gate.changed.get(timeout=wait_ns / 1e9)
+                gate.waited_ns += self.clock_ns() - began
 
     def _run_on_lane(self, work: Callable[[], T], source: SnapshotSource) -> T:
         """Run the copy on the lane, between its other work, and wait until it is done.

@@ -21,8 +21,19 @@ from effects.timer import StartTimer, TimerName
 from states.events import Cancelled, Event, ForEngine, ForRequest, Submitted, TimerElapsed
 from states.invariants import check_world
 from states.machine import IllegalEvent
-from states.pacing import DELAYS_NS, MS, Demand, Pacing, SnapshotGate, Trimming, choose_step_interval, decide_pace
+from states.pacing import (
+    DELAYS_NS,
+    MS,
+    Demand,
+    Pacing,
+    SnapshotGate,
+    Trimming,
+    choose_step_interval,
+    decide_pace,
+    estimate_snapshot_worth,
+)
 from states.rates import Rates, TimedStep
+from states.request_states import Prompt, RequestRemainder, SlotLease, Snapshotting
 from states.settings import Settings
 from states.world import advance, make_world
 from tests.states.builders import ONE, PLAIN, STORE, TWO, a_job, is_of_pace
@@ -91,10 +102,10 @@ def test_a_snapshot_gives_way_to_first_tokens_and_lets_a_moment_pass_behind_them
 @pytest.mark.parametrize(
     ("others", "is_slot_requested", "pace"),
     [
-        ((), False, PaceSnapshot(may_copy=True, may_grow=True, may_wait=True)),
-        ((), True, PaceSnapshot(may_copy=True, may_grow=True, may_wait=True)),
-        ((TWO,), False, PaceSnapshot(may_copy=True, may_grow=True, may_wait=False)),
-        ((TWO,), True, PaceSnapshot(may_copy=True, may_grow=False, may_wait=False)),
+        ((), False, PaceSnapshot(may_copy=True, may_grow=True)),
+        ((), True, PaceSnapshot(may_copy=True, may_grow=True)),
+        ((TWO,), False, PaceSnapshot(may_copy=True, may_grow=True, memory_wait_ns=0)),
+        ((TWO,), True, PaceSnapshot(may_copy=True, may_grow=False, memory_wait_ns=0)),
     ],
 )
 def test_a_snapshot_that_others_wait_behind_waits_for_no_memory_and_pins_none_if_a_slot_is_wanted(
@@ -106,6 +117,20 @@ def test_a_snapshot_that_others_wait_behind_waits_for_no_memory_and_pins_none_if
     assert after.gate is not None
     assert after.gate.pace == pace
     assert outs == (() if pace == OPEN else (EffectRequest(ONE, pace),))
+
+
+def test_a_snapshot_that_a_request_waits_for_waits_for_memory_as_long_as_its_rows_take_to_compute() -> None:
+    """A row takes 10 us: 1,000 rows take 10 ms, which are rounded up to 12."""
+    demand = evolve(SAVING, is_slot_requested=True)
+    rates = evolve(Rates(), prefill=(10_000,))
+    job = evolve(a_job(), prompt=tuple(range(1000)))
+    state = Snapshotting(RequestRemainder(SlotLease(SlotId(0), valid_rows=1000), Prompt(job, job.prompt)))
+    worth = estimate_snapshot_worth(state, rates)
+    assert worth == 12_000_000
+    after, outs = decide_pace(paced(SAVING, gate=COPYING), evolve(demand, snapshot_worth_ns=worth), STORE)
+    assert outs == (EffectRequest(ONE, PaceSnapshot(may_copy=True, memory_wait_ns=worth)),)
+    assert decide_pace(after, SAVING, STORE)[1] == (EffectRequest(ONE, OPEN),), "nobody waits any more"
+    assert estimate_snapshot_worth(state, Rates()) is None, "no prompt has been timed yet"
 
 
 def test_the_next_snapshot_begins_with_a_gate_of_its_own() -> None:

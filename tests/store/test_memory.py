@@ -137,6 +137,19 @@ def test_a_thread_is_woken_when_memory_comes_free_wherever_that_happens() -> Non
     assert news.empty(), "it is not awaited any more"
 
 
+def test_a_thread_that_waits_for_memory_does_not_wake_itself() -> None:
+    """An attempt that finds all slabs in use tells nobody that memory may have come free."""
+    memory, news = SlabMemory(2 * ALIGN, pin=True), SimpleQueue[None]()
+    held = memory.allocate(2 * ALIGN, pinned_only=True)
+    with memory.notify(news):
+        for _ in range(3):
+            with pytest.raises(MemoryError):
+                memory.allocate(ALIGN, pinned_only=True, may_grow=True)
+        assert news.empty()
+        del held
+        assert news.get(timeout=20) is None
+
+
 @pytest.mark.parametrize("layers", [0, 1, 5, 8])
 @pytest.mark.parametrize("state", [0, 1000, 51_511_296])
 def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> None:

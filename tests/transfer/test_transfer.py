@@ -28,7 +28,7 @@ from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
 from adapters.transfer.copy_rows import RowMover, create_movers
-from adapters.transfer.saver import MAX_SNAPSHOT_NS, UNPACED
+from adapters.transfer.saver import MAX_SNAPSHOT_NS, UNPACED, PaceGate
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import RunDecode
@@ -304,7 +304,7 @@ async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes
 async def test_no_memory_is_registered_where_the_core_forbids_it(may_grow: bool, bench: Bench) -> None:
     """Registering takes several times as long as the copies."""
     store, rows = bench.moving.store, 96 if may_grow else 0
-    bench.pace = PaceSnapshot(may_copy=True, may_grow=may_grow, may_wait=False)
+    bench.pace = PaceSnapshot(may_copy=True, may_grow=may_grow, memory_wait_ns=0)
     store.memory_tier.memory = SlabMemory(SLAB_BYTES, pin=True)
     bench.open(1, 0)
     await bench.prefill(1, 0)
@@ -351,9 +351,21 @@ async def test_a_snapshot_stops_waiting_for_the_disk_when_others_wait_behind_it(
         assert await to_thread.run_sync(waits.wait, 20)
         await anyio.sleep(0.02)
         assert not saved
-        bench.moving.saver.pace_snapshot(RequestId(1), PaceSnapshot(may_copy=True, may_wait=False))
+        bench.moving.saver.pace_snapshot(RequestId(1), PaceSnapshot(may_copy=True, memory_wait_ns=0))
     assert saved == [SnapshotSaved(16, 16 * store.layout.token_bytes)]
     go.set()
+
+
+def test_a_snapshot_waits_for_memory_as_long_as_the_core_allows_in_all() -> None:
+    gate = PaceGate()
+    assert gate.compute_memory_wait(left_ns=700) == 700, "no limit of the core's"
+    gate.set_pace(PaceSnapshot(may_copy=True, memory_wait_ns=100))
+    assert gate.compute_memory_wait(700) == 100
+    gate.waited_ns += 60
+    assert gate.compute_memory_wait(700) == 40
+    assert gate.compute_memory_wait(30) == 30
+    gate.waited_ns += 60
+    assert gate.compute_memory_wait(700) < 0
 
 
 @pytest.mark.parametrize("bench", ["disk"], indirect=True)
