@@ -117,7 +117,7 @@ def ask_in_turn(
     return {name: TextTimes.ask(worker, [as_turn_of(name, batch) for batch in batches]) for name in order}
 
 
-def as_turn_of(name: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_turn_of(name: str, batch: Any) -> Any:
     """Return the batch as a server that copies gets it in this turn of a round. All turns but one propose nothing."""
     jobs = [{**job, "speculate": SERVERS[name] != "none"} for job in batch["jobs"]]
     return {"salt": f"{batch['salt']} {name}", "jobs": jobs}
