@@ -92,10 +92,11 @@ def compare(what: str, rounds: Sequence[Round]) -> Row:
     return row
 
 
-def shorten(batches: Sequence[Any], tokens: int) -> Sequence[Any]:
-    """Cut the answers that servers are made to give."""
+def shorten(batches: Sequence[Any], tokens: int, prompt_tokens: int = 0) -> Sequence[Any]:
+    """Cut the answers that servers are made to give, and their prompts if `prompt_tokens` is not 0."""
     for batch in batches:
         for job in batch["jobs"]:
+            job["prompt"] = job["prompt"][-prompt_tokens:]
             job["answer"] = job["answer"][:tokens]
             job["tokens"] = len(job["answer"])
     return batches
@@ -104,7 +105,9 @@ def shorten(batches: Sequence[Any], tokens: int) -> Sequence[Any]:
 def draw_texts(kind: str, streams: int, number: int, given: argparse.Namespace) -> Sequence[Any]:
     """Return the batch of a round. Whole files are answered only where a stream is alone."""
     batches = draw_batches(kind, streams, 1, number, given)
-    return shorten(batches, given.tokens) if kind == "new" or (kind == "edits" and streams > 1) else batches
+    if kind == "new":
+        return shorten(batches, given.tokens, given.prompt_tokens)
+    return shorten(batches, given.tokens) if kind == "edits" and streams > 1 else batches
 
 
 def ask_in_turn(
@@ -156,6 +159,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,16")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=256, help="of answers, but edits of one stream are whole")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="of new text; 0: 256")
     parser.add_argument("--edits", type=int, default=24, help="edits that are looked for")
     parser.add_argument("--texts", type=Path, help="file with edits, for machines without this repository's history")
     parser.add_argument("--cores", default="", help="of all servers, which take turns on them")
