@@ -19,7 +19,6 @@ MATCH_CLASSES = (3, 5, 9, 17, 33)
 # A text that has had no match for long rarely has one after the next token, and each search costs all members of a step
 # time. So it is searched after some steps only (`choose_search_gap`).
 SEARCH_SHARE = 8  # a match is found late by an eighth of the tokens that had none
-SEARCH_MEMBERS = 4  # for each so many members of a step, one more step lies between two searches
 LONGEST_SEARCH_GAP = 16  # steps between two searches, at most
 
 
@@ -28,14 +27,12 @@ def find_match_class(matched: int) -> int:
     return bisect_right(MATCH_CLASSES, matched) - 1
 
 
-def choose_search_gap(unmatched: int, members: int) -> int:
+def choose_search_gap(unmatched: int) -> int:
     """Return after how many steps a text is searched again that has had no match for `unmatched` tokens.
 
-    A match that is found late costs its request time, and a search costs all members of the step time. So the more
-    `members` there are, the more steps lie between two searches. Their number is a power of 2.
+    It is a power of 2, so that the texts of a batch are searched after the same steps.
     """
-    wanted = max(unmatched // SEARCH_SHARE, members // SEARCH_MEMBERS, 1)
-    return min(1 << wanted.bit_length() - 1, LONGEST_SEARCH_GAP)
+    return min(1 << max(unmatched // SEARCH_SHARE, 1).bit_length() - 1, LONGEST_SEARCH_GAP)
 
 
 def infer_accepted(done: Decoded) -> int:

@@ -67,20 +67,18 @@ def draw(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def test_gaps_grow_with_the_tokens_that_had_no_match_and_with_the_members():
-    assert [choose_search_gap(count, 1) for count in (0, 15, 16, 32, 64, 128, 4096)] == [1, 1, 2, 4, 8, 16, 16]
-    assert [choose_search_gap(0, members) for members in (1, 7, 8, 16, 32, 64, 512)] == [1, 1, 2, 4, 8, 16, 16]
-    assert choose_search_gap(64, 8) == 8, "the larger of both"
+def test_gaps_grow_with_the_tokens_that_had_no_match():
+    assert [choose_search_gap(count) for count in (0, 15, 16, 32, 64, 128, 4096)] == [1, 1, 2, 4, 8, 16, 16]
 
 
-@pytest.mark.parametrize(("members", "most"), [(1, 52), (4, 52), (16, 36)])
-def test_text_that_repeats_nothing_is_searched_in_few_of_256_steps(members: int, most: int):
+@pytest.mark.parametrize("members", [1, 4, 16])
+def test_text_that_repeats_nothing_is_searched_in_52_of_256_steps_at_most(members: int):
     rng = random.Random(members)
     decoding = begin([draw(rng, 64) for _ in range(members)])
     for _ in range(256):
         assert decoding.take_step(draw(rng, members)) == [0] * members
     searches = decoding.proposer.searches
-    assert 256 // LONGEST_SEARCH_GAP <= len(searches) <= most
+    assert 256 // LONGEST_SEARCH_GAP <= len(searches) <= 52
     assert set(searches) == {tuple(range(members))}, "all members in the same steps"
 
 
