@@ -6,11 +6,13 @@ Every member has a prompt of code and repeats it in its answer, one token in eac
 to 64 tokens, and copies 15 tokens for every member. Times are those of the processor, on the thread that searches: the
 median of all steps of a round, and of the quickest round, because other programs take from the processor's caches.
 Index: the first step, which reads the prompts. Step: searching and copying. Outcome: what is said of copies once the
-step has been verified, which is not part of the figure.
+step has been verified, which is not part of the figure. New text: the mean of NEW_STEPS steps in which every member
+gives random tokens. Nothing matches then, so most steps are not searched.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -33,6 +35,8 @@ from effects.ids import RequestId, SlotId, Tokens
 
 LONGEST = 2048  # tokens of a prompt
 WIDTH = 15  # tokens that are copied for a member
+NEW_STEPS = 256  # of text that repeats nothing
+VOCAB = 1 << 17
 GOALS_US = {32: 100}  # by the number of members
 
 
@@ -94,6 +98,23 @@ def run_round(texts: Sequence[Tokens]) -> StepCost:
     return StepCost(*(round(median(part)) for part in parts))
 
 
+def time_new_text(texts: Sequence[Tokens], seed: int) -> int:
+    """Return the nanoseconds of a step in which nothing matches, the mean of NEW_STEPS steps behind these prompts."""
+    rng = random.Random(seed)
+    matcher = build_text_matcher()
+    assert matcher is not None, "there is no compiled library"
+    copies = StepCopies(SuffixProposer(matcher), 1 << 20)
+    slots = [(effect.slot, state) for effect, state in make_members(texts)]
+    spent = 0
+    for step in range(1 + NEW_STEPS):
+        for _, state in slots:
+            state.tokens.append(rng.randrange(VOCAB))
+        started_ns = time.thread_time_ns()
+        copies.find_matches(slots, is_asked=True)
+        spent += time.thread_time_ns() - started_ns if step else 0  # the first step indexes the prompts
+    return spent // NEW_STEPS
+
+
 def measure(counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     [texts] = prompts(["code"], max(counts), LONGEST).values()
     rows = list[dict[str, Any]]()
@@ -103,7 +124,9 @@ def measure(counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
         index = min(run_steps(asked, 1)[0].search for _ in range(rounds))
         sizes = {"members": count, "prompt tokens": sum(map(len, asked)), "index us": index / 1e3}
         spent = {"search us": best.search / 1e3, "copy us": best.copy / 1e3}
-        rows.append(sizes | spent | {"step us": (best.search + best.copy) / 1e3, "outcome us": best.outcome / 1e3})
+        new = min(time_new_text(asked, seed) for seed in range(rounds))
+        steps = {"step us": (best.search + best.copy) / 1e3, "new text us": new / 1e3}
+        rows.append(sizes | spent | steps | {"outcome us": best.outcome / 1e3})
     return rows
 
 
@@ -111,12 +134,13 @@ def make_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     return [
         Figure(
             "speculation",
-            "host cost of copies, a step",
+            f"host cost of copies, a step{of}",
             f"{row['members']} members",
             "us",
-            row["step us"],
+            row[part],
             goal=Goal(at_most=GOALS_US[row["members"]]) if row["members"] in GOALS_US else None,
         )
+        for part, of in (("step us", ""), ("new text us", " of new text"))
         for row in rows
     ]
 

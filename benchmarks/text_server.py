@@ -2,8 +2,8 @@
 
 The first request loads a `model`, with `draft`, `threads` and `slots`. Each later one is a list of batches, and is
 answered with the time they took. A batch has `salt` and `jobs`. A job has a `prompt`, the `answer` that it is made to
-give (or none: the model's own) and the number of `tokens`. The engine lives as long as the process, so what it learns
-stays.
+give (or none: the model's own) and the number of `tokens`. It may have `speculate`: false turns proposals off for it.
+The engine lives as long as the process, so what it learns stays.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class TextServer:
             name = f"{FORCED}{len(self.answers)}"
             self.answers[name] = tuple(job["answer"])
             sampling = Sampling(grammar=Grammar("regex", name))
-        return Job(tuple(job["prompt"]), job["tokens"], sampling, scope=Scope("off"), salt=salt)
+        speculate = job.get("speculate", True)
+        return Job(tuple(job["prompt"]), job["tokens"], sampling, scope=Scope("off"), salt=salt, speculate=speculate)
 
     def answer(self, batches: list[dict[str, Any]]) -> Mapping[str, Any]:
         """Answer one batch after the other. digest: of all answers, so that two servers can be compared."""

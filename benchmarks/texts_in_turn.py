@@ -1,6 +1,7 @@
 """Copies of earlier text (`--draft suffix`) against plain servers, request by request on the same two cores.
 
     python -m benchmarks.texts_in_turn [--kinds new,edits,code] [--streams 1] [--rounds 60] [--cores 0,1] [--record]
+    python -m benchmarks.texts_in_turn --one-server [--kinds new,edits] [--streams 16] [--rounds 60] [--record]
 
 Three servers run in processes of their own, all on the same cores: two plain ones and one that copies. A round asks
 each of them for the same answers, one server after the other, and every order of the servers has its turn. So what a
@@ -9,6 +10,10 @@ one ratio of wall times and one of processor times: the mean of both plain serve
 control is the ratio of both plain servers. A median is given with the interval that holds it in 95 of 100 drawings of
 as many rounds (bootstrap). Texts and salts are those of `benchmarks.copied_text --side-by-side`; one round before all
 others is not counted.
+
+--one-server: a single server that copies takes all three turns, and in two of them the requests turn proposals off. Two
+servers with the same work differ by more than copies cost, for instance because their memory lies elsewhere. A server
+does not differ from itself. Each turn has salts of its own, so nothing is copied from the answers of another turn.
 """
 
 from __future__ import annotations
@@ -29,14 +34,14 @@ from benchmarks.arguments import server_parser
 from benchmarks.copied_text import CODE_PROMPTS, KINDS, SERVERS, draw_batches, load_edits, read_vocab
 from benchmarks.never_slower import AGAIN
 from benchmarks.results import Figure, Goal, publish, slug
-from benchmarks.side_by_side import parse_cores, start_servers
+from benchmarks.side_by_side import PinnedServers, parse_cores, start_servers
 from benchmarks.subjects import prompts
 from benchmarks.tables import print_table
 from benchmarks.worker import Worker
 
 NAMES = ("plain", "copies", AGAIN)
 DRAWINGS = 2000
-PEERS = {"from": "x wall, from", "to": "x wall, to", "two plain ones": "control wall"}
+TIMES = ("wall", "cpu")  # what is compared, in seconds: the processor's time is that of all threads
 GOALS = {("edits", 1): 3.0, ("new", 1): 0.98}
 Row = dict[str, float | str]
 
@@ -70,7 +75,7 @@ def find_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]
 def compare(what: str, rounds: Sequence[Round]) -> Row:
     """Return a row: what the server that copies gains (x), and how two plain servers differ (control)."""
     row: Row = {"what": what, "rounds": len(rounds)}
-    for time in ("wall", "cpu"):
+    for time in TIMES:
         took = [{name: getattr(answer, time) for name, answer in one.items()} for one in rounds]
         gains = [(one["plain"] + one[AGAIN]) / 2 / one["copies"] for one in took]
         control = [one["plain"] / one[AGAIN] for one in took]
@@ -87,10 +92,11 @@ def compare(what: str, rounds: Sequence[Round]) -> Row:
     return row
 
 
-def shorten(batches: Sequence[Any], tokens: int) -> Sequence[Any]:
-    """Cut the answers that servers are made to give."""
+def shorten(batches: Sequence[Any], tokens: int, prompt_tokens: int = 0) -> Sequence[Any]:
+    """Cut the answers that servers are made to give, and their prompts if `prompt_tokens` is not 0."""
     for batch in batches:
         for job in batch["jobs"]:
+            job["prompt"] = job["prompt"][-prompt_tokens:]
             job["answer"] = job["answer"][:tokens]
             job["tokens"] = len(job["answer"])
     return batches
@@ -99,7 +105,25 @@ def shorten(batches: Sequence[Any], tokens: int) -> Sequence[Any]:
 def draw_texts(kind: str, streams: int, number: int, given: argparse.Namespace) -> Sequence[Any]:
     """Return the batch of a round. Whole files are answered only where a stream is alone."""
     batches = draw_batches(kind, streams, 1, number, given)
-    return shorten(batches, given.tokens) if kind == "new" or (kind == "edits" and streams > 1) else batches
+    if kind == "new":
+        return shorten(batches, given.tokens, given.prompt_tokens)
+    return shorten(batches, given.tokens) if kind == "edits" and streams > 1 else batches
+
+
+def ask_in_turn(
+    servers: PinnedServers, batches: Sequence[Any], order: Sequence[str], *, one_server: bool
+) -> dict[str, TextTimes]:
+    """Ask for the same answers once for each name of `order`: the server of this name, or all times a single one."""
+    if not one_server:
+        return {name: TextTimes.ask(servers.workers[name], batches) for name in order}
+    (worker,) = servers.workers.values()
+    return {name: TextTimes.ask(worker, [as_turn_of(name, batch) for batch in batches]) for name in order}
+
+
+def as_turn_of(name: str, batch: Any) -> Any:
+    """Return the batch as a server that copies gets it in this turn of a round. All turns but one propose nothing."""
+    jobs = [{**job, "speculate": SERVERS[name] != "none"} for job in batch["jobs"]]
+    return {"salt": f"{batch['salt']} {name}", "jobs": jobs}
 
 
 def measure(given: argparse.Namespace) -> list[Row]:
@@ -108,16 +132,18 @@ def measure(given: argparse.Namespace) -> list[Row]:
     given.asked = prompts(["code"], CODE_PROMPTS, 256)["code"] if "code" in given.kinds else []
     cores = parse_cores(given.cores, 1)
     rows = list[Row]()
-    with TemporaryDirectory() as home, start_servers(NAMES, "benchmarks.text_server", cores * 3, Path(home)) as servers:
+    started = ("copies",) if given.one_server else NAMES
+    sets = cores * len(started)
+    with TemporaryDirectory() as home, start_servers(started, "benchmarks.text_server", sets, Path(home)) as servers:
         own = {"model": given.model, "threads": given.threads or len(cores[0]), "slots": max(given.slots, *counts)}
-        for name in NAMES:  # one after the other, so that each is alone when it measures what its steps cost
+        for name in started:  # one after the other, so that each is alone when it measures what its steps cost
             servers.workers[name].ask({"draft": SERVERS[name], **own})
         for kind in given.kinds.split(","):
             for streams in counts:
                 rounds = list[Round]()
                 for number, order in zip(range(given.rounds + 1), cycle(permutations(NAMES)), strict=False):
                     batches = draw_texts(kind, streams, number, given)
-                    found = {name: TextTimes.ask(servers.workers[name], batches) for name in order}
+                    found = ask_in_turn(servers, batches, order, one_server=given.one_server)
                     shown = {name: asdict(one) for name, one in found.items()}
                     print(json.dumps({"what": KINDS[kind], "streams": streams, **shown}), flush=True)
                     if number:
@@ -133,25 +159,36 @@ def main() -> None:
     parser.add_argument("--streams", default="1,16")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=256, help="of answers, but edits of one stream are whole")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="of new text; 0: 256")
     parser.add_argument("--edits", type=int, default=24, help="edits that are looked for")
     parser.add_argument("--texts", type=Path, help="file with edits, for machines without this repository's history")
     parser.add_argument("--cores", default="", help="of all servers, which take turns on them")
+    parser.add_argument("--one-server", action="store_true", help="whose requests turn proposals off and on")
     given = parser.parse_args()
     rows = measure(given)
-    print_table("servers in turn on the same cores", rows)
-    figures = [
-        Figure(
-            "speculation",
-            "copies, in turn with plain servers",
-            str(row["what"]),
-            "x",
-            float(row["x wall"]),
-            {name: float(row[of]) for name, of in PEERS.items()},
-            goal=Goal(at_least=GOALS.get((str(row["kind"]), int(row["streams"])), 1.0)),
-        )
-        for row in rows
-    ]
-    publish(given, f"texts_in_turn-{slug(given.kinds)}", {"rows": rows}, figures, "cpu")
+    print_table("turns on the same cores", rows)
+    subject = "copies, in turn with plain servers"
+    name = f"texts_in_turn-{slug(given.kinds)}"
+    figures = [make_figure(subject, row, "wall") for row in rows]
+    if given.one_server:
+        subject = "one server, copies on and off in turn"
+        name += "-one-server"
+        figures = [make_figure(f"{subject}, {time} time", row, time) for row in rows for time in TIMES]
+    publish(given, name, {"rows": rows}, figures, "cpu")
+
+
+def make_figure(subject: str, row: Row, time: str) -> Figure:
+    """Return the figure of a row. time: `wall` or `cpu`."""
+    peers = {"from": f"x {time}, from", "to": f"x {time}, to", "two plain ones": f"control {time}"}
+    return Figure(
+        "speculation",
+        subject,
+        str(row["what"]),
+        "x",
+        float(row[f"x {time}"]),
+        {name: float(row[of]) for name, of in peers.items()},
+        goal=Goal(at_least=GOALS.get((str(row["kind"]), int(row["streams"])), 1.0)),
+    )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,23 @@ Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 MATCH_CLASSES = (3, 5, 9, 17, 33)
 
 
+# A text that has had no match for long rarely has one after the next token, and each search costs all members of a step
+# time. So it is searched after some steps only (`choose_search_gap`).
+SEARCH_SHARE = 8  # a match is found late by an eighth of the tokens that had none
+LONGEST_SEARCH_GAP = 16  # steps between two searches, at most
+
+
 def find_match_class(matched: int) -> int:
     """Return the class of a match of this many tokens; -1: it is too short to copy from."""
     return bisect_right(MATCH_CLASSES, matched) - 1
+
+
+def choose_search_gap(unmatched: int) -> int:
+    """Return after how many steps a text is searched again that has had no match for `unmatched` tokens.
+
+    It is a power of 2, so that the texts of a batch are searched after the same steps.
+    """
+    return min(1 << max(unmatched // SEARCH_SHARE, 1).bit_length() - 1, LONGEST_SEARCH_GAP)
 
 
 def infer_accepted(done: Decoded) -> int:
@@ -45,7 +59,7 @@ class Decoded:
     steps: int = 1  # that are reported
     more: bool = False  # the launch goes on: this is not its last outcome for the request
     # Tokens before the next one that agree with an earlier position of a text, so that what followed there may be
-    # copied. 0: there are fewer than three, or no text is searched.
+    # copied. 0: there are fewer than three, or no text was searched after this step.
     matched: int = 0
     copied: int = 0  # proposals of the chain that was copied; other proposals are its branch. 0: a draft was asked
     rows: int = 0  # of the step's forward, of all members, where any of them copied; 0: none did

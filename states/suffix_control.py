@@ -10,7 +10,8 @@ each class of lengths (`Copying`, MATCH_CLASSES). The executor finds the match a
 next one. A step without a match, or with one that is not worth copying, is a plain step or one of the draft. So a
 launch goes on while copies are right, wrong or missing.
 
-* Every outcome reports the match behind its tokens (`Decoded.matched`), and whether its own proposals were copied
+* Every outcome reports the match behind its tokens (`Decoded.matched`; 0 as well where the text was not searched after
+  that step, see `effects.decode.choose_search_gap`), and whether its own proposals were copied
   (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
   each class of matches, of each request and of all requests together (`Rates.copied`).
 * The rules hold for the members that the launch begins with, because prices depend on their number. Once a request has
@@ -218,9 +219,11 @@ def plan_copies(
     balance, is_self_funded = find_balance(controls, rates)
     tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
     terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
-    chosen = [
-        choose_counts(control, terms) if control is not None and control.copy_widths else [] for control in controls
-    ]
+    # New members know the same, so they copy the same.
+    known = [None if one is None else (one.copy_widths, one.copied, one.max_branch) for one in controls]
+    of_known = dict(zip(known, controls, strict=True))
+    choices = {key: choose_counts(one, terms) for key, one in of_known.items() if one and one.copy_widths}
+    chosen = [choices.get(key, []) for key in known]
     widest = [max((one.width for one in choices), default=0) for choices in chosen]
     could_pay = any(one.could_pay for choices in chosen for one in choices)
     # A trial of a draft may be due before the next trial of copies, so the plan of a draft never holds longer for them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.never_slower import AGAIN
-from benchmarks.texts_in_turn import TextTimes, compare, find_interval, shorten
+from benchmarks.texts_in_turn import NAMES, TextTimes, as_turn_of, compare, find_interval, shorten
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -40,3 +40,12 @@ def test_answers_are_cut_to_the_same_length_for_all_servers():
     batches = [{"salt": "", "jobs": [{"prompt": (1,), "answer": (2, 3, 4), "tokens": 3}]}]
     (job,) = shorten(batches, 2)[0]["jobs"]
     assert (job["answer"], job["tokens"]) == ((2, 3), 2)
+
+
+def test_one_server_proposes_in_one_turn_of_three_and_no_turn_shares_its_salt():
+    batch = {"salt": "new 1", "jobs": [{"prompt": (1,), "answer": (2, 3), "tokens": 2}] * 2}
+    turns = {name: as_turn_of(name, batch) for name in NAMES}
+    assert len({turn["salt"] for turn in turns.values()}) == len(NAMES)
+    speculate = {name: {job["speculate"] for job in turn["jobs"]} for name, turn in turns.items()}
+    assert speculate == {"plain": {False}, "copies": {True}, AGAIN: {False}}
+    assert "speculate" not in batch["jobs"][0], "the batch itself stays as it is for servers of their own"

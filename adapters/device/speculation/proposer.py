@@ -182,7 +182,10 @@ class TextProposer(Protocol):
         ...
 
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
-        """Note that these states have the tokens of a step, where no match is asked for."""
+        """Note these states, which have the tokens of a step, where no match is asked for.
+
+        It need not be called after each step: states that it has seen keep their tokens themselves.
+        """
         ...
 
     def read_match(self, slot: int, state: SlotState) -> int:

@@ -6,7 +6,7 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from attrs import define, field
 
@@ -14,7 +14,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepMember
 from adapters.device.speculation.proposer import NO_COPIES, CopiedTexts, DecodingSlot, TextProposer
 from adapters.models.kernels.interfaces.text_matching import Branch
-from effects.decode import RunDecode, find_match_class
+from effects.decode import LONGEST_SEARCH_GAP, RunDecode, choose_search_gap, find_match_class
 from effects.ids import Tokens
 
 
@@ -25,6 +25,14 @@ class CopyingMember(Protocol):
     state: SlotState
 
 
+class UnmatchedText(NamedTuple):
+    """A text whose last search found nothing."""
+
+    state: SlotState
+    since: int  # its tokens at the first of the searches in a row that found nothing
+    due: int  # the number of the step after which it is searched again
+
+
 @define(eq=False)
 class StepCopies:
     """Says what is copied. proposer: None where no text is searched. capacity: rows of a slot."""
@@ -33,6 +41,10 @@ class StepCopies:
     capacity: int
     # Slots in which the last search found a match. Mostly there are none, and then no request is looked up.
     _matching: set[int] = field(init=False, factory=set[int])
+    _unmatched: dict[int, UnmatchedText] = field(init=False, factory=dict[int, UnmatchedText])  # by slot
+    _states: list[SlotState] = field(init=False, factory=list[SlotState])  # of the last step
+    _steps: int = field(init=False, default=0)  # of all launches
+    _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` is due
 
     def index_texts(self, members: Sequence[CopyingMember]) -> None:
         """Index the texts of members whose matches will be asked for. Called while the device is at their first step.
@@ -47,20 +59,59 @@ class StepCopies:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already.
 
         is_asked: a member may copy in its next step (`asks_for_matches`). If none may, nothing is searched, and 0 is
-        returned for every slot.
+        returned for every slot. Otherwise texts that have had no match for long are searched after some steps only, all
+        after the same ones (`choose_search_gap`). Between two searches they match nothing.
+
+        Most steps have the requests of the step before and nothing to search. They end here before anything is done
+        for single requests, because code and texts have left the processor's caches since the step before.
         """
         if self.proposer is None:
             return [0] * len(slots)
-        if not is_asked:
-            self.proposer.note_tokens(slots)
-            if self._matching:
-                self._matching.difference_update([slot for slot, _ in slots])
+        self._steps += 1
+        states = [state for _, state in slots]
+        is_changed = states != self._states
+        self._states = states
+        if is_asked:
+            if is_changed or self._steps >= self._next_search:
+                return self._search(slots)
             return [0] * len(slots)
-        found = self.proposer.find_matches(slots)
-        if self._matching or any(found):
+        self._next_search = 0
+        if is_changed:
+            self.proposer.note_tokens(slots)
+        if self._matching:
             self._matching.difference_update([slot for slot, _ in slots])
-            self._matching.update([slot for (slot, _), matched in zip(slots, found, strict=True) if matched])
-        return found
+        return [0] * len(slots)
+
+    def _search(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
+        """Search the texts that are due, and note which have a match and when the others are searched again."""
+        assert self.proposer is not None
+        step = self._steps
+        due = list[tuple[int, SlotState]]()
+        next_search = step + LONGEST_SEARCH_GAP
+        for slot, state in slots:
+            known = self._unmatched.get(slot)
+            if known is None or known.state is not state or known.due <= step:
+                due.append((slot, state))
+            else:
+                next_search = min(next_search, known.due)
+        matches = dict.fromkeys([slot for slot, _ in slots], 0)
+        found = self.proposer.find_matches(due) if due else ()
+        for (slot, state), matched in zip(due, found, strict=True):
+            if matched:
+                matches[slot] = matched
+                self._matching.add(slot)
+                self._unmatched.pop(slot, None)
+                next_search = step + 1
+                continue
+            self._matching.discard(slot)
+            known = self._unmatched.get(slot)
+            since = known.since if known is not None and known.state is state else len(state.tokens)
+            gap = choose_search_gap(len(state.tokens) - since)
+            following = (step // gap + 1) * gap
+            self._unmatched[slot] = UnmatchedText(state, since, following)
+            next_search = min(next_search, following)
+        self._next_search = next_search
+        return list(matches.values())
 
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""

@@ -71,6 +71,7 @@ class SuffixProposer:
 
         0 means that fewer than three do. A slot whose answer has just ended matches nothing.
         """
+        self._archive_ended()
         if len(slots) == 1:
             (slot, state), *_ = slots
             known = self._texts.get(slot)
@@ -78,10 +79,10 @@ class SuffixProposer:
             if known is not None and known.state is state and len(tokens) == known.read + 1:
                 known.read += 1
                 found = self.matcher.match_next(known.text, tokens[-1], self._archives.get(state.salt))
-                return self._archive_ended(slots, [found])
+                return [0 if has_ended(state) else found]
         texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
         self.matcher.match(texts)
-        return self._archive_ended(slots, [own.matched for own, _ in texts])
+        return [0 if has_ended(state) else own.matched for (_, state), (own, _) in zip(slots, texts, strict=True)]
 
     def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Index what these slots have of their texts, so that `find_matches` need not do it after a step."""
@@ -91,22 +92,19 @@ class SuffixProposer:
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Note that these states have the tokens of a step, where no match is asked for.
 
-        Nothing is indexed or searched. An answer that has ended is archived.
+        Nothing is indexed or searched. Once these states are known, further steps with the same ones may be left out.
         """
+        self._archive_ended()
         for slot, state in slots:
             known = self._texts.get(slot)
             if known is None or known.state is not state:
                 self._begin_text(slot, state)
-        self._archive_ended(slots, [])
 
-    def _archive_ended(self, slots: Sequence[tuple[int, SlotState]], found: list[int]) -> list[int]:
-        """Archive the answers of these slots that have just ended. Return the matches, which are 0 for those."""
-        for index, (slot, state) in enumerate(slots):
-            if state.tokens[-1] in state.stops:
-                if found:
-                    found[index] = 0
-                self._archive_answer(self._texts[slot])
-        return found
+    def _archive_ended(self) -> None:
+        """Archive the answers that have ended since the last call, before other texts are searched for them."""
+        for known in self._texts.values():
+            if not known.is_archived and has_ended(known.state):
+                self._archive_answer(known)
 
     def read_match(self, slot: int, state: SlotState) -> int:
         """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
@@ -164,3 +162,8 @@ class SuffixProposer:
         self._archives[state.salt] = archive
         if len(self._archives) > MOST_SALTS:
             del self._archives[next(iter(self._archives))]
+
+
+def has_ended(state: SlotState) -> bool:
+    """Has the answer ended with a stop token?"""
+    return state.tokens[-1] in state.stops
