@@ -178,6 +178,19 @@ def test_a_folder_that_hangs_fails_all_reads_within_one_limit(tmp_path: Path, mo
     assert tier.close(30)
 
 
+def test_what_is_copied_on_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are on their way into a slot are never left behind. Each batch has a limit of its own."""
+    tier = open_shared(tmp_path)
+    entries = write_runs(tier)
+    monkeypatch.setattr(call_limit, "compute_limit", lambda _: 0.3)
+    reads = [RunRead(entry, lambda _: threading.Event().wait(0.2)) for entry in entries]
+    coming = [reads[2:], reads[:2]]
+    with ThreadPoolExecutor(2) as workers:
+        asyncio.run(tier.read(lambda: coming.pop() if coming else [], SlabMemory(), workers))
+    check_reads(reads, range(RUNS), range(RUNS))
+    assert tier.close(30)
+
+
 def open_shared(folder: Path):
     pytest.importorskip("obstore")
     from adapters.store.shared.open_client import open_client  # noqa: PLC0415

@@ -176,7 +176,7 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
 def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
     """Return what stands in a head before the digest of the frames, and what stands behind it."""
-    first, last = describe_layout(layout, run.kind)
+    first, last = describe_layout(layout, run.kind, VERSION)
     place = (run.start, run.parent.hex().encode(), run.keys[-1].hex().encode())
     before = first + b',"start":"%d","parent":"%b","key":"%b","frames":"' % place
     if run.kind == "state":
@@ -190,10 +190,10 @@ def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
 
 
 @lru_cache(64)
-def describe_layout(layout: Layout, kind: Kind) -> tuple[bytes, bytes]:
+def describe_layout(layout: Layout, kind: Kind, version: int) -> tuple[bytes, bytes]:
     """Return the beginning and the end of the metadata, which are the same for all runs of one kind."""
     about = {
-        "rekindle_kv": str(VERSION),
+        "rekindle_kv": str(version),
         "kind": kind,
         "identity": layout.identity,
         "grain": str(layout.block_size),
