@@ -19,7 +19,7 @@ LITTLE = 4
 POOLED_SLOT_COUNTS = (64, 32, 16, 8, 4, 2, 1)
 # More than this many slots are chosen only where what each slot has for itself takes little: its positional state, and
 # its rows of a draft. The pool must have SHORT_SEQUENCE rows for each slot, or LEAST_PAGES if all that slots have for
-# themselves takes little of what the pool takes. How many requests run follows from what they claim (`states/pages.py`).
+# themselves takes a small part of it. How many requests run follows from what they claim (`states/pages.py`).
 POOLED_SLOTS = MANY
 LEAST_PAGES = 2
 # Tokens of an agent's session. More slots of this length are worth more than longer ones.
