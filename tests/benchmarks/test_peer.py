@@ -256,11 +256,18 @@ def test_questions_come_in_the_order_of_the_options() -> None:
 
 
 def test_figures_that_a_limit_left_out_are_not_compared() -> None:
-    given = make_options(parts="cold", file=None, packing="")
+    given = make_options(parts="cold", file=None, packing="", shape="demo")
     found = {"ours": {"first behind 32, ms": 1.0, "first behind 64, ms": 2.0}, "vLLM": {"first behind 32, ms": 3.0}}
     [only] = peer.make_figures(found, "8B shape", given)
     assert (only.at, only.ours, only.peers, only.met) == ("32", 1.0, {"vLLM": 3.0}, True)
     assert peer.take_medians([{"a": 1.0, "b": 5.0}, {"a": 3.0}]) == {"a": 2.0, "b": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "most"), [("8b", "32768", 1.03), ("8b", "8192", 1), ("hybrid-27b", "1024", 1.05)]
+)
+def test_long_prompts_and_hybrids_may_take_somewhat_longer(shape: str, length: str, most: float) -> None:
+    assert peer.find_allowed(shape, length) == most
 
 
 def test_the_memory_of_a_process_that_ended_is_nothing() -> None:
