@@ -171,7 +171,7 @@ def main() -> None:
     name = f"texts_in_turn-{slug(given.kinds)}"
     figures = [make_figure(subject, row, "wall") for row in rows]
     if given.one_server:
-        subject = "one server, copies on and off in turn"
+        subject = "one server, copies on and off"
         name += "-one-server"
         figures = [make_figure(f"{subject}, {time} time", row, time) for row in rows for time in TIMES]
     publish(given, name, {"rows": rows}, figures, "cpu")
