@@ -1,11 +1,11 @@
 """The moves that one task of a restore reads, one batch after another, on a thread of a tier.
 
 The problem: at the speed of memory a batch takes two milliseconds. A thread that returned to the event loop after each
-one would wait for the loop, for the interpreter and for the processor to wake up, a third of its time (decision 075).
+one would wait a third of its time: for the loop, the interpreter and the processor (decision 075).
 
 How it works. Tasks share a queue of moves. A task lends its tier a source (`MoveChain.take`), which the thread that
-reads asks for the next moves. Moves whose rows are copied already need nothing more. If some are not, because the slot
-is not open yet or the lane has to send them, the source returns nothing, and the task goes on on the event loop.
+reads asks for the next moves. Moves whose rows are copied already need nothing more. Some may not be copied, because
+the slot is not open yet or the lane has to send them. Then the source returns nothing, and the event loop goes on.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class RuntimeOptions:
 
     kv_memory: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1 << 30))] = 0
     """MiB for the keys and values of all sequences, which use it in pages of 256 tokens. 0: enough for --slots times
-    --max-ctx, or on a smaller CUDA device what remains beside weights, buffers and a reserve."""
+    --max-ctx, or on a smaller CUDA device what weights, buffers and a reserve leave."""
 
     chunk: Annotated[int, flag(ENGINE, converter=parse_integer, validator=check_chunk)] = 0
     """Maximum tokens that one prefill step computes, a power of two from 64 to 4096. 0: on CUDA 1024, or 4096 for

@@ -215,7 +215,8 @@ def attend_coded_rows(
 
     k_words, v_words: keys and values as int32, APART from a row to the next. KINDS: what their codes are. UNIT: keys of
     a tile of `attention`, of which a split has four. LAYOUTS: of half of a split in shared memory, of a tile of values,
-    of queries, of the weights of a tile, and of half of a split in words, which agree with the others about every byte.
+    of queries, of the weights of a tile, and of half of a split in words. The last agrees with the first two about
+    every byte.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = SPLIT // PARTS
