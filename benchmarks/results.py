@@ -124,7 +124,10 @@ def judge(figure: Figure) -> bool | None:
 
 @frozen
 class Machine:
-    """The machine of a run, as far as it explains figures. `name` is part of the file's name."""
+    """The machine of a run, as far as it explains figures. `name` is part of the file's name.
+
+    cores: that the process may use, which are fewer than the machine has where `taskset` started it.
+    """
 
     name: str
     cpu: str | None
@@ -200,8 +203,9 @@ def describe_machine(device: str = "auto") -> Machine:
     uses_gpu = torch.cuda.is_available() and not device.startswith("cpu")
     gpus = torch.cuda.device_count() if uses_gpu else 0
     gpu = torch.cuda.get_device_name() if uses_gpu else None
-    name = name_machine(cpu or platform.machine(), features, os.cpu_count() or 0, gpu, gpus)
-    return Machine(name, cpu, features, os.cpu_count(), torch.get_num_threads(), gpu, gpus)
+    cores = len(os.sched_getaffinity(0))
+    name = name_machine(cpu or platform.machine(), features, cores, gpu, gpus)
+    return Machine(name, cpu, features, cores, torch.get_num_threads(), gpu, gpus)
 
 
 def name_machine(cpu: str, features: Sequence[str], cores: int, gpu: str | None, gpus: int) -> str:
