@@ -45,6 +45,8 @@ NEXT = {
 }
 FAMILY_MODULE = ("benchmarks.family_speeds", "serve")  # its weights are drawn as it starts
 DRAWN = (HYBRID, *FAMILIES)
+# llama.cpp's backend of CUDA may be there and not be used, unless its device is named.
+LLAMA_ON_CUDA = ("-ngl", "99", "--device", "CUDA0")
 UNREAD = ("--load-format", "dummy")  # of vLLM: weights of its own, from no file
 
 
@@ -97,7 +99,7 @@ def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender
         file = given.file or folder / "model.gguf"
         if not file.exists():
             write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
-        device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", str(torch.get_num_threads()))
+        device = LLAMA_ON_CUDA if torch.cuda.is_available() else ("-t", str(torch.get_num_threads()))
         found["llama.cpp"] = serve_llama(given.llama, file, device)
     if given.vllm:
         how = (model, given.vllm, given.vllm_path, given.vllm_flags)
