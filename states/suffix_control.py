@@ -66,7 +66,7 @@ from states.speculation_control import (
     update_gains,
 )
 from states.speculation_plan import CopyPrices, Plan, SpeculationControl
-from states.step_prices import UNIT
+from states.step_prices import UNIT, round_up_to_bucket
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
@@ -235,8 +235,9 @@ def plan_copies(
     branched = any(one.branch for choices in chosen for one in choices)
     rows = limit_rows(members + sum(widest), members + max(widest), terms, branched=branched)
     step_count = count_bearable_steps(max(plan.price, terms.price_of(rows, branched=branched)), balance)
-    if branched and prices.branches.doubted_buckets:
-        step_count = 1  # the first steps with branches tell what they cost
+    is_price_doubted = round_up_to_bucket(rows) in prices.chains.doubted_buckets
+    if is_price_doubted or (branched and prices.branches.doubted_buckets):
+        step_count = 1  # the first step tells what such steps cost
     if has_draft:
         step_count = min(step_count, plan.steps)
     copying = tuple(make_rule(choices, rows, step_count) for choices in chosen)
