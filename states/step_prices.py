@@ -131,9 +131,7 @@ def is_outdated(plain_then_ns: int, plain_ns: int) -> bool:
     return 8 * plain_then_ns > 9 * plain_ns > 0
 
 
-def bound_price(
-    times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool
-) -> int:
+def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool) -> int:
     """Return the estimated price of a step, limited so that the shape is tried again sooner or later.
 
     Without the limit, a single step that other work slowed down could keep this shape from ever being timed again.
@@ -142,9 +140,7 @@ def bound_price(
     return min(estimate_price(times, span, members, rows, only_rows_cost=only_rows_cost), most)
 
 
-def estimate_price(
-    times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool
-) -> int:
+def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool) -> int:
     """Return the price of a step, which is never less than that of a plain one.
 
     It is what was measured of this shape or of a wider one, since a wider step costs no less. Or it is what this many
@@ -167,8 +163,8 @@ def estimate_price(
 def interpolate_time(known: Mapping[int, int], rows: int) -> int:
     """Return what a step of this many rows takes at most, from what narrower and wider ones take, by their rows.
 
-    The first rows that are added to a step cost no more than later ones: on a GPU they cost next to nothing. So the time
-    lies below the straight line between two times that are known.
+    The first rows that are added to a step cost no more than later ones: on a GPU they cost next to nothing. So the
+    time lies below the straight line between two times that are known.
     """
     narrower = max((row_count for row_count in known if row_count < rows), default=min(known))
     base = known[narrower]

@@ -14,11 +14,12 @@ launch goes on while copies are right, wrong or missing.
   that step, see `effects.decode.choose_search_gap`), and whether its own proposals were copied
   (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
   each class of matches, of each request and of all requests together (`Rates.copied`).
-* The rules hold for the members that the launch begins with, because prices depend on their number. Once a request has
-  ended or joined, nothing is copied, and the next match that a rule would copy from ends the launch.
-* A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward.
-  That is estimated as if no other request of the launch copied in the same step. If others do, the wider forward is
-  shared, so copying pays even more.
+* The rules hold for the members that the launch begins with, because prices depend on their number. Once one has ended
+  or joined, nothing is copied, and the next match that a rule would copy from ends the launch.
+* A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward,
+  by MARGIN. That is estimated as if no other request of the launch copied in the same step.
+* If several members copy in one step, they share its rows evenly (`effects.decode.share_rows`), since all pay for it.
+* A price that was guessed is doubted: its first step with copies ends the launch, and is charged what it took.
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
 * The accounts of `states/speculation_control.py` pay for copies as well. `Copying.steps` is the number of steps that
   they can pay for even if no copy is right. After these steps the core decides again.
@@ -70,9 +71,14 @@ from states.step_prices import UNIT, round_up_to_bucket
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Least decode steps for each member after which the core decides again although nothing is copied, because what is not
-# worth copying now may be then. The end of a launch costs all members time. One that can copy nothing is not ended.
+# Least decode steps for each member after which the core decides again although nothing is copied, because something may
+# be worth copying then. The end of a launch costs all members time.
 REVIEW_STEPS = 64
+
+
+# Thousandths of a plain step's tokens that copies have to gain. Prices are times on the device, but outcomes with copies
+# cost the core more as well: 0.8 ms for 16 requests, whose plain step takes 14.5 ms of the processor.
+MARGIN = 50
 
 
 def list_copy_widths(settings: Settings) -> tuple[int, ...]:
@@ -181,14 +187,14 @@ class ClassChoice(NamedTuple):
 class CopyTerms(NamedTuple):
     """The figures common to the members of a launch when their copies are chosen.
 
-    balance: what a step may cost beyond a plain one. tokens_without_copies: the tokens that a step gives in the time of
-    a plain step if nothing is copied, in thousandths: one of each member, or more with a draft.
+    balance: what a step may cost beyond a plain one. least_tokens: what a step has to give in the time of a plain step,
+    in thousandths: more by MARGIN than if nothing is copied, which is one token of each member, or more with a draft.
     """
 
     members: int
     prices: CopyPrices
     balance: int
-    tokens_without_copies: int
+    least_tokens: int
     row_limit: int
     is_trial_due: bool
 
@@ -206,10 +212,8 @@ def plan_copies(
 ) -> Plan:
     """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
 
-    `Plan.steps` of the result, which counts steps of any kind, is at most that of `plan`. Steps with proposals are
-    limited by `Copying.steps` besides.
-
-    row_limit: rows of a step; 0: a plain step is due.
+    `Plan.steps` of the result counts steps of any kind, and is at most that of `plan`. `Copying.steps` limits those with
+    proposals besides. row_limit: rows of a step; 0: a plain step is due.
     """
     has_draft = any(plan.proposals)
     plain_ns = prices.chains.plain_ns
@@ -217,8 +221,8 @@ def plan_copies(
         return plan if has_draft else evolve(plan, plain_ns=plain_ns, steps=1)
     members = len(controls)
     balance, is_self_funded = find_balance(controls, rates)
-    tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
-    terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
+    least_tokens = max(UNIT * members, rate_drafts(plan, controls)) * (UNIT + MARGIN) // UNIT
+    terms = CopyTerms(members, prices, balance, least_tokens, row_limit, rates.copy_steps_until_trial == 0)
     # New members know the same, so they copy the same.
     known = [None if one is None else (one.copy_widths, one.copied, one.max_branch) for one in controls]
     of_known = dict(zip(known, controls, strict=True))
@@ -276,12 +280,10 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
             gains = {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
             rates |= {one: rate_copies(members, gain, one.price) for one, gain in gains.items()}
         best = max(rates, key=rates.__getitem__, default=None)
-        if best is not None and rates[best] > terms.tokens_without_copies:
+        if best is not None and rates[best] > terms.least_tokens:
             found.append(ClassChoice(best.width, best.branch))
             continue
-        could_pay = (
-            one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.tokens_without_copies
-        )
+        could_pay = (one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.least_tokens)
         trial = next(could_pay, None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
