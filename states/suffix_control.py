@@ -71,12 +71,12 @@ from states.step_prices import UNIT, round_up_to_bucket
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Least decode steps for each member after which the core decides again although nothing is copied, because something may
-# be worth copying then. The end of a launch costs all members time.
+# Least decode steps for each member after which the core decides again although nothing is copied: something may be
+# worth copying then. The end of a launch costs all members time.
 REVIEW_STEPS = 64
 
 
-# Thousandths of a plain step's tokens that copies have to gain. Prices are times on the device, but outcomes with copies
+# Thousandths of a plain step's tokens that copies have to gain. Prices are times on the device, and outcomes of copies
 # cost the core more as well: 0.8 ms for 16 requests, whose plain step takes 14.5 ms of the processor.
 MARGIN = 50
 
@@ -212,8 +212,8 @@ def plan_copies(
 ) -> Plan:
     """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
 
-    `Plan.steps` of the result counts steps of any kind, and is at most that of `plan`. `Copying.steps` limits those with
-    proposals besides. row_limit: rows of a step; 0: a plain step is due.
+    `Plan.steps` of the result counts steps of any kind, and is at most that of `plan`. `Copying.steps` limits those
+    with proposals besides. row_limit: rows of a step; 0: a plain step is due.
     """
     has_draft = any(plan.proposals)
     plain_ns = prices.chains.plain_ns
