@@ -14,10 +14,10 @@ launch goes on while copies are right, wrong or missing.
   that step, see `effects.decode.choose_search_gap`), and whether its own proposals were copied
   (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
   each class of matches, of each request and of all requests together (`Rates.copied`).
-* The rules hold for the members that the launch begins with, because prices depend on their number. Once one has ended
-  or joined, nothing is copied, and the next match that a rule would copy from ends the launch.
+* Rules hold for the members that the launch begins with, because prices depend on their number. Once one has ended or
+  joined, nothing is copied, and the next match that a rule would copy from ends the launch.
 * A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward,
-  by MARGIN. That is estimated as if no other request of the launch copied in the same step.
+  by a margin (COPIED_VALUE). That is estimated as if nobody else copied in the same step.
 * If several members copy in one step, they share its rows evenly (`effects.decode.share_rows`), since all pay for it.
 * A price that was guessed is doubted: its first step with copies ends the launch, and is charged what it took.
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
@@ -34,7 +34,7 @@ Example. A request answers with a file of its prompt. At first the server expect
 after a match of 3 tokens, so such a step gives 1.62 tokens at a price of 1.1. From earlier requests it has learned that
 after a match of 5 tokens or more some 10 of 15 copied tokens are right: 11 tokens at a price of 2. So the rule is to
 copy 3 tokens after matches of 3 or 4, and 15 after longer ones. The first match has 3 tokens. The 3 tokens copied are
-right, and the target adds one. The match has 7 tokens now, so the next step copies 15.
+right, and the target adds one. Now the match has 7 tokens, so the next step copies 15.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
 REVIEW_STEPS = 64
 
 
-# Thousandths of a plain step's tokens that copies have to gain. Prices are times on the device, and outcomes of copies
-# cost the core more as well: 0.8 ms for 16 requests, whose plain step takes 14.5 ms of the processor.
-MARGIN = 50
+# What a copied token counts, in thousandths of a token, where copies are compared with plain steps. Prices are times on
+# the device, but the core has more to do as well: 1.4 ms for 16 requests, whose plain step takes 8 to 15 ms of the
+# processor. And a request that ends sooner spares the others less than its part of a step.
+COPIED_VALUE = 800
 
 
 def list_copy_widths(settings: Settings) -> tuple[int, ...]:
@@ -187,20 +188,25 @@ class ClassChoice(NamedTuple):
 class CopyTerms(NamedTuple):
     """The figures common to the members of a launch when their copies are chosen.
 
-    balance: what a step may cost beyond a plain one. least_tokens: what a step has to give in the time of a plain step,
-    in thousandths: more by MARGIN than if nothing is copied, which is one token of each member, or more with a draft.
+    balance: what a step may cost beyond a plain one. tokens_without_copies: the tokens that a step gives in the time of
+    a plain step if nothing is copied, in thousandths: one of each member, or more with a draft.
     """
 
     members: int
     prices: CopyPrices
     balance: int
-    least_tokens: int
+    tokens_without_copies: int
     row_limit: int
     is_trial_due: bool
 
     def price_of(self, rows: int, *, branched: bool) -> int:
         """Return the price of a step of this many rows. branched: some copies have a branch."""
         return (self.prices.branches if branched else self.prices.chains).price_of(rows)
+
+    def would_pay(self, gain: int, price: int) -> bool:
+        """Return whether a step of this price is worth it, if one member gains that many tokens."""
+        beats_draft = rate_copies(self.members, gain, price) > self.tokens_without_copies
+        return beats_draft and rate_copies(self.members, COPIED_VALUE * gain // UNIT, price) > UNIT * self.members
 
 
 def plan_copies(
@@ -221,8 +227,8 @@ def plan_copies(
         return plan if has_draft else evolve(plan, plain_ns=plain_ns, steps=1)
     members = len(controls)
     balance, is_self_funded = find_balance(controls, rates)
-    least_tokens = max(UNIT * members, rate_drafts(plan, controls)) * (UNIT + MARGIN) // UNIT
-    terms = CopyTerms(members, prices, balance, least_tokens, row_limit, rates.copy_steps_until_trial == 0)
+    tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
+    terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
     # New members know the same, so they copy the same.
     known = [None if one is None else (one.copy_widths, one.copied, one.max_branch) for one in controls]
     of_known = dict(zip(known, controls, strict=True))
@@ -272,19 +278,17 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
     """Choose how many tokens a member copies after matches of each class."""
     options = list_copy_options(control.copy_widths, terms)
     trees = list_tree_options(control, options, terms)
-    members = terms.members
     found = list[ClassChoice]()
     for known in control.copied:
-        rates = {one: rate_copies(members, known.gains[one.at], one.price) for one in options}
+        gains = {one: known.gains[one.at] for one in options}
         if known.branch_gain:
-            gains = {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
-            rates |= {one: rate_copies(members, gain, one.price) for one, gain in gains.items()}
+            gains |= {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
+        rates = {one: rate_copies(terms.members, gain, one.price) for one, gain in gains.items()}
         best = max(rates, key=rates.__getitem__, default=None)
-        if best is not None and rates[best] > terms.least_tokens:
+        if best is not None and terms.would_pay(gains[best], best.price):
             found.append(ClassChoice(best.width, best.branch))
             continue
-        could_pay = (one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.least_tokens)
-        trial = next(could_pay, None)
+        trial = next((one for one in options if terms.would_pay(UNIT * one.width, one.price)), None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
         else:
@@ -293,10 +297,9 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
 
 
 def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOption]:
-    """List the numbers of tokens that one member may copy, ascending.
+    """List the numbers of tokens that one member may copy, ascending, as far as they fit the rows of the step.
 
-    Each fits the rows of the step, and the accounts can pay for one such step of which no copy is right. For a number
-    that is dearer than the smallest one, they can pay for FRUITLESS_STEPS of them.
+    The accounts can pay for one step with the cheapest number of which no copy is right, or FRUITLESS_STEPS of others.
     """
     options = [
         CopyOption(at, width, terms.price_of(terms.members + width, branched=False))
@@ -331,17 +334,15 @@ def list_tree_options(control: SpeculationControl, chains: Sequence[CopyOption],
 
 
 def rate_copies(members: int, gain: int, price: int) -> int:
-    """Return the tokens that a step gives in the time of a plain step, in thousandths, where one member gains that."""
+    """Return the tokens that a step gives in the time of a plain step, in thousandths, if one member gains that."""
     return UNIT * (UNIT * members + gain) // price
 
 
 def limit_rows(wanted: int, least: int, terms: CopyTerms, *, branched: bool) -> int:
-    """Return the most rows that a step of the launch may have when several members copy at once.
+    """Return the most rows of a step in which several members copy.
 
-    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right.
-
-    wanted: the rows if each member copies the most that was chosen for it. least: the rows if only one member copies,
-    the one with most; the result is never below that.
+    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right. wanted: the rows
+    if each member copies the most that was chosen for it. least: if only the one with most does; it is always allowed.
     """
     rows = min(wanted, terms.row_limit)
     while rows > least and FRUITLESS_STEPS * (terms.price_of(rows, branched=branched) - UNIT) > terms.balance:
