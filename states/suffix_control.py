@@ -341,7 +341,7 @@ def rate_copies(members: int, gain: int, price: int) -> int:
 def limit_rows(wanted: int, least: int, terms: CopyTerms, *, branched: bool) -> int:
     """Return the most rows of a step in which several members copy.
 
-    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right. wanted: the rows
+    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right. wanted: rows
     if each member copies the most that was chosen for it. least: if only the one with most does; it is always allowed.
     """
     rows = min(wanted, terms.row_limit)
