@@ -156,7 +156,13 @@ def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows:
         base = times.get((near_span, 1, 0), 0)
         wide = {key[2]: ns for key, ns in times.items() if key[:2] == (near_span, 1) and key[2]}
         if base and wide:
-            return UNIT + UNIT * max(0, extrapolate_time(wide, rows, base) - base) // (plain or base)
+            # Where rows alone cost something, a single request that feeds as many rows more is the measure.
+            own_rows = max(1, rows - members + 1) if only_rows_cost else rows
+            is_between = only_rows_cost and own_rows <= max(wide)
+            took = (
+                interpolate_time({1: base} | wide, own_rows) if is_between else extrapolate_time(wide, own_rows, base)
+            )
+            return UNIT + UNIT * max(0, took - base) // (plain or base)
     return UNIT + GUESSED_DRAFT_COST + GUESSED_ROW_COST * (rows - SMALLEST_BUCKET)
 
 
