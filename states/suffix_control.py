@@ -71,15 +71,13 @@ from states.step_prices import UNIT, round_up_to_bucket
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Least decode steps for each member after which the core decides again where nothing is copied. A launch that ends costs
-# all members time.
+# Least decode steps for each member until the core decides again where nothing is copied. The end of a launch costs time.
 REVIEW_STEPS = 64
 
 
-# What a token counts that is copied for one of several requests, in thousandths. If one of n ends sooner, the steps
-# of the others get shorter by less than an n-th: by 0.6 of it with 16 streams on two cores. And prices are times on the
-# device, but the core has more to do as well: 1.4 ms for these 16.
-COPIED_VALUE = 600
+# Thousandths that a token copied for one of several requests counts. If one of n ends a step sooner, other steps get
+# shorter by less than an n-th. And outcomes with copies cost the core 1.4 ms for 16 requests, which no price has.
+COPIED_VALUE = 700
 
 
 def list_copy_widths(settings: Settings) -> tuple[int, ...]:
@@ -209,6 +207,10 @@ class CopyTerms(NamedTuple):
         beats_draft = rate_copies(self.members, gain, price) > self.tokens_without_copies
         return beats_draft and rate_copies(self.members, value, price) > UNIT * self.members
 
+    def could_pay(self, option: CopyOption) -> bool:
+        """Return whether it would pay at all if all copies were right. If so, it is tried now and then."""
+        return rate_copies(self.members, UNIT * option.width, option.price) > self.tokens_without_copies
+
 
 def plan_copies(
     plan: Plan,
@@ -289,7 +291,7 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
         if best is not None and terms.would_pay(gains[best], best.price):
             found.append(ClassChoice(best.width, best.branch))
             continue
-        trial = next((one for one in options if terms.would_pay(UNIT * one.width, one.price)), None)
+        trial = next((one for one in options if terms.could_pay(one)), None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
         else:
