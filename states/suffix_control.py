@@ -71,10 +71,8 @@ from states.step_prices import UNIT, round_up_to_bucket
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Least decode steps for each member until the core decides again where nothing is copied. The end of a launch costs time.
+# Least decode steps for each member before the core decides again where nothing is copied. Ends of launches cost time.
 REVIEW_STEPS = 64
-
-
 # Thousandths that a token copied for one of several requests counts. If one of n ends a step sooner, other steps get
 # shorter by less than an n-th. And outcomes with copies cost the core 1.4 ms for 16 requests, which no price has.
 COPIED_VALUE = 700
@@ -208,7 +206,7 @@ class CopyTerms(NamedTuple):
         return beats_draft and rate_copies(self.members, value, price) > UNIT * self.members
 
     def could_pay(self, option: CopyOption) -> bool:
-        """Return whether it would pay at all if all copies were right. If so, it is tried now and then."""
+        """Return whether copies would pay at all if all were right. If so, they are tried now and then."""
         return rate_copies(self.members, UNIT * option.width, option.price) > self.tokens_without_copies
 
 
@@ -267,10 +265,7 @@ def plan_copies(
 
 
 def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
-    """Return the rule by which a member copies.
-
-    choices: for each class of matches. If it is empty, the member copies nothing.
-    """
+    """Return the rule by which a member copies. choices: for each class of matches; empty: it copies nothing."""
     counts = tuple(one.width - one.branch for one in choices)
     branches = tuple(one.branch for one in choices)
     nothing = (0,) * len(MATCH_CLASSES)

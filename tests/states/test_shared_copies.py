@@ -12,11 +12,11 @@ import pytest
 from attrs import define, evolve
 
 from effects.decode import Decoded, find_match_class, share_rows
-from states import copy_records, speculation_control
+from states import copy_records, speculation_control, step_prices
 from states import suffix_control as control
 from states.copy_branches import estimate_copy_prices
 from states.rates import Rates, TimedStep
-from states.speculation_plan import Plan, SpeculationControl
+from states.speculation_plan import CopyPrices, Plan, SpeculationControl
 from states.step_prices import UNIT, Shape
 from tests.states.builders import PLAIN
 
@@ -25,6 +25,7 @@ MEMBERS = 16
 TOKENS = 256  # of an answer
 LONG, SHORT = 40, 9  # tokens of matches: all copies after the long ones are right, and five or six after the short ones
 HOST = 160
+MEASURED = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, MEMBERS, 0, 8000, 0))
 
 
 def time_step(members: int, copied: int) -> int:
@@ -151,3 +152,57 @@ def test_nothing_is_copied_for_a_gain_that_the_others_lose_again(monkeypatch: py
     assert serve_batch(one) < 1.001
     monkeypatch.setattr(control, "COPIED_VALUE", UNIT)
     assert serve_batch(one) > 1.02
+
+
+# --- prices of steps whose copied rows are all that they cost ---
+
+
+def price_list(copy_times: tuple[TimedStep, ...], members: int = 16) -> tuple[int, ...]:
+    plain = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, members, 0, 8000, 0))
+    return estimate_copy_prices(Rates(decode=plain, copy_times=copy_times), Shape(0, members), 64).chains.prices
+
+
+def test_a_step_between_two_that_were_timed_lies_between_their_times() -> None:
+    wide = TimedStep(0, 16, 64, 20000, 8000)
+    assert price_list((wide,)) == (1000, 1000, 1000, 1500, 2500)
+    assert price_list((TimedStep(0, 16, 32, 10000, 8000), wide)) == (1000, 1000, 1000, 1250, 2500)
+    assert price_list((TimedStep(0, 13, 64, 20000, 8000),), 13)[2] == 1088, "three rows more than a plain step has"
+    single = step_prices.estimate_prices((*MEASURED, TimedStep(0, 16, 64, 20000, 8000)), 0, 16, 64)
+    assert single.prices[3:] == (2500, 2500), "a draft costs time besides its rows, so a wider step is the measure"
+
+
+def test_a_guess_asks_what_as_many_rows_more_cost_a_single_request() -> None:
+    alone = (TimedStep(0, 1, 16, 3000, 1000), TimedStep(0, 1, 32, 5000, 1000))
+    assert price_list(alone)[3:] == (1265, 1765), "17 and 49 rows of a single request take 3,125 and 7,125"
+
+
+def test_the_first_step_at_a_guessed_price_ends_its_launch_and_is_charged_what_it_took() -> None:
+    rates = Rates(decode=MEASURED, copy_times=(TimedStep(0, 1, 32, 1300, 1000),))
+    members = [start(rates, LONG) for _ in range(MEMBERS)]
+    prices = estimate_copy_prices(rates, Shape(0, MEMBERS), 64)
+    plan = control.plan_copies(Plan((0,) * MEMBERS), members, prices, rates, 64)
+    assert [one.steps for one in plan.copying if one] == [1] * MEMBERS
+    done = Decoded((1, 2), 1, copied=1, rows=32, ns=20000)
+    assert speculation_control.charge_step(plan, done) == prices.chains.price_of(32) + UNIT
+    known = copy_records.record_copy_time(rates, Shape(0, MEMBERS, 64), 9000, branched=False)
+    prices = estimate_copy_prices(known, Shape(0, MEMBERS), 64)
+    plan = control.plan_copies(Plan((0,) * MEMBERS), members, prices, known, 64)
+    assert min(one.steps for one in plan.copying if one) > 1
+    assert not prices.chains.doubted_buckets
+
+
+@pytest.mark.parametrize(
+    ("accepted", "copiers", "paid"), [(3, 16, True), (1, 16, False), (15, 1, False), (45, 1, True)]
+)
+def test_each_member_that_copies_bears_its_part_of_what_the_step_cost(accepted: int, copiers: int, paid: bool) -> None:
+    """The step of 64 rows costs 16 members 1.2 plain steps more, so 19.2 of 48 copied tokens have to be right."""
+    proposed = 48 // copiers
+    done = Decoded((1,) * (accepted + 1), proposed, copied=proposed, rows=64, accepted=accepted)
+    assert copy_records.has_paid(done, 2200, MEMBERS) == paid
+
+
+def test_copies_of_several_requests_have_to_pay_by_a_margin_and_those_of_one_do_not() -> None:
+    for members, gain, pays in ((1, 500, True), (16, 6000, False), (16, 7500, True)):
+        terms = control.CopyTerms(members, CopyPrices(), 5 * UNIT, UNIT * members, 64, is_trial_due=False)
+        assert terms.would_pay(gain, 1300) == pays
+        assert terms.could_pay(control.CopyOption(2, 15, 1300))
