@@ -1,9 +1,9 @@
 """Copies of several requests that decode together: what they cost the others, in a simulation of a whole batch.
 
 The time of a step follows from its members and rows, as it was measured with 16 streams of the demo on two cores of a
-Xeon without AMX: a plain step of 16 takes 1,000, its part that does not depend on the members 400, each copied row 27,
-and the core 160 more for the outcomes of a step with copies. All requests begin together, and the batch has ended when
-the last one has. So a request that copies gains, and the others must not lose what it gains.
+Xeon without AMX. A plain step of 16 takes 1,000, of which 400 do not depend on the members. Each copied row takes 27.
+The core needs 160 more for the outcomes of a step with copies. All requests begin together, and the batch has ended
+when the last one has. So a request that copies gains, and the others must not lose what it gains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.states.builders import PLAIN
 SETTINGS = evolve(PLAIN, max_copied=31, batch_rows=64)
 MEMBERS = 16
 TOKENS = 256  # of an answer
-LONG, SHORT = 40, 9  # tokens of matches: all copies after the long ones are right, and five or six after the short ones
+LONG = 40  # tokens of a match after which all copies are right
+SHORT = 9  # of one after which five or six are
 HOST = 160
 MEASURED = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, MEMBERS, 0, 8000, 0))
 
@@ -123,13 +124,13 @@ def serve_batch(matches: list[int], *, shared: bool = True, batches: int = 3) ->
     decode = tuple(TimedStep(0, count, 0, time_step(count, 0), 0) for count in range(1, MEMBERS + 1))
     copy_times = tuple(TimedStep(0, 1, rows, 440 + 27 * rows, 437) for rows in (4, 8, 16, 32))
     rates = Rates(decode=decode, copy_times=copy_times)
-    took = plain = 0
+    took = 0
     for _ in range(batches):
         members = [Member(matched, start(rates, matched)) for matched in matches]
         batch = Batch(members, rates, shared)
-        took, rates = batch.serve(), batch.rates
-        plain = TOKENS * time_step(MEMBERS, 0)
-    return took / plain
+        took = batch.serve()
+        rates = batch.rates
+    return took / (TOKENS * time_step(MEMBERS, 0))
 
 
 def start(rates: Rates, matched: int) -> SpeculationControl:

@@ -144,7 +144,8 @@ class StepCopies:
         chains: dict[int, Tokens] = {}
         branches: dict[int, Branch] = {}
         for one, share in zip(asking, shares, strict=True):
-            slot, state = one.member.effect.slot, one.member.state
+            effect, state = one.member
+            slot = effect.slot
             length = min(one.length, share)
             if not length:
                 continue
@@ -155,7 +156,7 @@ class StepCopies:
             chains[slot] = chain
             if one.branch:
                 fork, tokens = proposer.find_branch(slot, len(copied), min(one.branch, share - length))
-                depth = min(one.member.effect.steps, self.capacity - state.valid) - 1
+                depth = min(effect.steps, self.capacity - state.valid) - 1
                 branch = cut_after_stop(tokens, state.stops)[: depth - fork]
                 if branch and fork < len(chain):
                     branches[slot] = Branch(fork, branch)
