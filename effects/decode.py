@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
 
 from attrs import Factory, field, frozen
@@ -33,6 +34,23 @@ def choose_search_gap(unmatched: int) -> int:
     It is a power of 2, so that the texts of a batch are searched after the same steps.
     """
     return min(1 << max(unmatched // SEARCH_SHARE, 1).bit_length() - 1, LONGEST_SEARCH_GAP)
+
+
+def share_rows(wanted: Sequence[int], rows: int) -> list[int]:
+    """Divide the rows of a step among the members that copy. wanted: the tokens that each of them would copy.
+
+    The shares are equal, except that nobody gets more than it wants. The first members get the rows that are left over.
+    So 7 rows for 9, 2 and 9 wanted tokens are shared as 3, 2 and 2.
+
+    Every member pays for the step. If the first ones got all rows, the others would only be late. And the first tokens
+    after a match are right more often than those far behind it.
+    """
+    shares = [0] * len(wanted)
+    ascending = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
+    for place, index in enumerate(ascending):
+        shares[index] = min(wanted[index], max(0, rows) // (len(wanted) - place))
+        rows -= shares[index]
+    return shares
 
 
 def infer_accepted(done: Decoded) -> int:

@@ -44,9 +44,16 @@ def count_branch_tokens(width: int, most: int) -> int:
 
 
 def estimate_copy_prices(rates: Rates, shape: Shape, most_rows: int) -> CopyPrices:
-    """Return the prices of steps in which these requests copy, up to `most_rows` rows. shape: of their plain step."""
+    """Return the prices of steps in which these requests copy, up to `most_rows` rows. shape: of their plain step.
+
+    Prices that were guessed are doubted: no step of so many requests and as many rows, or more, was measured.
+    """
     times = merge_plain_times(rates, rates.copy_times)
-    chains = estimate_prices(times, shape.span, shape.members, most_rows)
+    chains = estimate_prices(times, shape.span, shape.members, most_rows, only_rows_cost=True)
+    widest = max((one.rows for one in rates.copy_times if one[:2] == (shape.span, shape.members)), default=0)
+    sizes = [SMALLEST_BUCKET << index for index in range(len(chains.prices))]
+    guessed = frozenset(rows for rows in sizes if rows > max(widest, shape.members))
+    chains = evolve(chains, doubted_buckets=chains.doubted_buckets | guessed)
     return CopyPrices(chains, estimate_branch_prices(rates, shape, most_rows, chains))
 
 

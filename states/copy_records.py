@@ -86,10 +86,21 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
     plan = control.plan
     if find_match_class(control.matched) not in plan.copy_trials:
         return evolve(rates, copied=copied)
-    paid = UNIT * done.accepted > members * (speculation_control.charge_step(plan, done) - UNIT)
+    paid = has_paid(done, speculation_control.charge_step(plan, done), members)
     gap = rates.copy_next_trial_gap
     following = max(1, gap // 2) if paid else min(2 * gap, LONGEST_TRIAL_GAP)
     return evolve(rates, copied=copied, copy_steps_until_trial=0 if paid else gap, copy_next_trial_gap=following)
+
+
+def has_paid(done: Decoded, charge: int, members: int) -> bool:
+    """Return whether the tokens that a member copied were worth their part of what the step cost beyond a plain one.
+
+    Each member that copies has a part of the rows beyond one for each member, and bears as large a part of the cost.
+
+    charge: of the step. members: the number of requests in the launch.
+    """
+    extra_rows = max(done.proposed, done.rows - members)
+    return UNIT * done.accepted * extra_rows > done.proposed * members * (charge - UNIT)
 
 
 def record_copy_time(rates: Rates, shape: Shape, took_ns: int, *, branched: bool) -> Rates:

@@ -75,14 +75,20 @@ def round_up_to_bucket(rows: int) -> int:
     return SMALLEST_BUCKET << max(0, (rows - 1) // SMALLEST_BUCKET).bit_length()
 
 
-def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int) -> StepPrices:
-    """Return the prices of steps of this many requests, up to `most_rows` rows."""
+def estimate_prices(
+    decode: DecodeTimes, span: int, members: int, most_rows: int, *, only_rows_cost: bool = False
+) -> StepPrices:
+    """Return the prices of steps of this many requests, up to `most_rows` rows.
+
+    only_rows_cost: a step differs from a plain one in its rows alone, because no draft is asked.
+    """
     times = scale_times_to_now(decode, ((span, members), (span, 1), (0, 1)))
     plain = times.get((span, members, 0), 0)
     wider = [ns for key, ns in times.items() if key[:2] == (span, members) and key[2]]
     bucket_count = (round_up_to_bucket(most_rows) // SMALLEST_BUCKET).bit_length()
     sizes = [SMALLEST_BUCKET << index for index in range(bucket_count)]
-    prices = accumulate((bound_price(times, span, members, rows) for rows in sizes), max)
+    bounded = (bound_price(times, span, members, rows, only_rows_cost=only_rows_cost) for rows in sizes)
+    prices = accumulate(bounded, max)
     old = (one.rows for one in decode if one[:2] == (span, members) and is_outdated(one.plain_then_ns, plain))
     return StepPrices(
         members,
@@ -125,31 +131,54 @@ def is_outdated(plain_then_ns: int, plain_ns: int) -> bool:
     return 8 * plain_then_ns > 9 * plain_ns > 0
 
 
-def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
+def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool) -> int:
     """Return the estimated price of a step, limited so that the shape is tried again sooner or later.
 
     Without the limit, a single step that other work slowed down could keep this shape from ever being timed again.
     """
     most = UNIT + MAX_EXTRA_COST * rows // round_up_to_bucket(members)
-    return min(estimate_price(times, span, members, rows), most)
+    return min(estimate_price(times, span, members, rows, only_rows_cost=only_rows_cost), most)
 
 
-def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
+def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool) -> int:
     """Return the price of a step, which is never less than that of a plain one.
 
     It is what was measured of this shape or of a wider one, since a wider step costs no less. Or it is what this many
     rows cost a single request beyond its plain step. Or it is a guess.
     """
     plain = times.get((span, members, 0), 0)
-    own = [ns for key, ns in times.items() if key[:2] == (span, members) and key[2] >= rows]
-    if plain and own:
-        return max(UNIT, UNIT * min(own) // plain)
+    own = {key[2]: ns for key, ns in times.items() if key[:2] == (span, members) and key[2]}
+    wider = [ns for row_count, ns in own.items() if row_count >= rows]
+    if plain and wider:
+        took = interpolate_time({members: plain} | own, rows) if only_rows_cost else min(wider)
+        return max(UNIT, UNIT * took // plain)
     for near_span in (span, 0):
         base = times.get((near_span, 1, 0), 0)
         wide = {key[2]: ns for key, ns in times.items() if key[:2] == (near_span, 1) and key[2]}
         if base and wide:
-            return UNIT + UNIT * max(0, extrapolate_time(wide, rows, base) - base) // (plain or base)
+            # Where rows alone cost something, a single request that feeds as many rows more is the measure.
+            own_rows = max(1, rows - members + 1) if only_rows_cost else rows
+            is_between = only_rows_cost and own_rows <= max(wide)
+            took = (
+                interpolate_time({1: base} | wide, own_rows) if is_between else extrapolate_time(wide, own_rows, base)
+            )
+            return UNIT + UNIT * max(0, took - base) // (plain or base)
     return UNIT + GUESSED_DRAFT_COST + GUESSED_ROW_COST * (rows - SMALLEST_BUCKET)
+
+
+def interpolate_time(known: Mapping[int, int], rows: int) -> int:
+    """Return what a step of this many rows takes at most, from what narrower and wider ones take, by their rows.
+
+    The first rows that are added to a step cost no more than later ones: on a GPU they cost next to nothing. So the
+    time lies below the straight line between two times that are known.
+    """
+    narrower = max((row_count for row_count in known if row_count < rows), default=min(known))
+    base = known[narrower]
+    return min(
+        base + (ns - base) * max(0, rows - narrower) // max(1, row_count - narrower)
+        for row_count, ns in known.items()
+        if row_count >= rows
+    )
 
 
 def extrapolate_time(wide: Mapping[int, int], rows: int, base: int) -> int:

@@ -14,11 +14,12 @@ launch goes on while copies are right, wrong or missing.
   that step, see `effects.decode.choose_search_gap`), and whether its own proposals were copied
   (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
   each class of matches, of each request and of all requests together (`Rates.copied`).
-* The rules hold for the members that the launch begins with, because prices depend on their number. Once a request has
-  ended or joined, nothing is copied, and the next match that a rule would copy from ends the launch.
-* A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward.
-  That is estimated as if no other request of the launch copied in the same step. If others do, the wider forward is
-  shared, so copying pays even more.
+* Rules hold for the members that the launch begins with, because prices depend on their number. Once one has ended or
+  joined, nothing is copied, and the next match that a rule would copy from ends the launch.
+* A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward,
+  by a margin (COPIED_VALUE). That is estimated as if nobody else copied in the same step.
+* If several members copy in one step, they share its rows evenly (`effects.decode.share_rows`), since all pay for it.
+* A price that was guessed is doubted: its first step with copies ends the launch, and is charged what it took.
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
 * The accounts of `states/speculation_control.py` pay for copies as well. `Copying.steps` is the number of steps that
   they can pay for even if no copy is right. After these steps the core decides again.
@@ -33,7 +34,7 @@ Example. A request answers with a file of its prompt. At first the server expect
 after a match of 3 tokens, so such a step gives 1.62 tokens at a price of 1.1. From earlier requests it has learned that
 after a match of 5 tokens or more some 10 of 15 copied tokens are right: 11 tokens at a price of 2. So the rule is to
 copy 3 tokens after matches of 3 or 4, and 15 after longer ones. The first match has 3 tokens. The 3 tokens copied are
-right, and the target adds one. The match has 7 tokens now, so the next step copies 15.
+right, and the target adds one. Now the match has 7 tokens, so the next step copies 15.
 """
 
 from __future__ import annotations
@@ -66,13 +67,15 @@ from states.speculation_control import (
     update_gains,
 )
 from states.speculation_plan import CopyPrices, Plan, SpeculationControl
-from states.step_prices import UNIT
+from states.step_prices import UNIT, round_up_to_bucket
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Least decode steps for each member after which the core decides again although nothing is copied, because what is not
-# worth copying now may be then. The end of a launch costs all members time. One that can copy nothing is not ended.
+# Least decode steps for each member before the core decides again where nothing is copied. Ends of launches cost time.
 REVIEW_STEPS = 64
+# Thousandths that a token copied for one of several requests counts. If one of n ends a step sooner, other steps get
+# shorter by less than an n-th. And outcomes with copies cost the core 1.4 ms for 16 requests, which no price has.
+COPIED_VALUE = 700
 
 
 def list_copy_widths(settings: Settings) -> tuple[int, ...]:
@@ -196,6 +199,16 @@ class CopyTerms(NamedTuple):
         """Return the price of a step of this many rows. branched: some copies have a branch."""
         return (self.prices.branches if branched else self.prices.chains).price_of(rows)
 
+    def would_pay(self, gain: int, price: int) -> bool:
+        """Return whether a step of this price is worth it, if one member gains that many tokens."""
+        value = COPIED_VALUE * gain // UNIT if self.members > 1 else gain
+        beats_draft = rate_copies(self.members, gain, price) > self.tokens_without_copies
+        return beats_draft and rate_copies(self.members, value, price) > UNIT * self.members
+
+    def could_pay(self, option: CopyOption) -> bool:
+        """Return whether copies would pay at all if all were right. If so, they are tried now and then."""
+        return rate_copies(self.members, UNIT * option.width, option.price) > self.tokens_without_copies
+
 
 def plan_copies(
     plan: Plan,
@@ -206,10 +219,8 @@ def plan_copies(
 ) -> Plan:
     """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
 
-    `Plan.steps` of the result, which counts steps of any kind, is at most that of `plan`. Steps with proposals are
-    limited by `Copying.steps` besides.
-
-    row_limit: rows of a step; 0: a plain step is due.
+    `Plan.steps` of the result counts steps of any kind, and is at most that of `plan`. `Copying.steps` limits those
+    with proposals besides. row_limit: rows of a step; 0: a plain step is due.
     """
     has_draft = any(plan.proposals)
     plain_ns = prices.chains.plain_ns
@@ -235,8 +246,9 @@ def plan_copies(
     branched = any(one.branch for choices in chosen for one in choices)
     rows = limit_rows(members + sum(widest), members + max(widest), terms, branched=branched)
     step_count = count_bearable_steps(max(plan.price, terms.price_of(rows, branched=branched)), balance)
-    if branched and prices.branches.doubted_buckets:
-        step_count = 1  # the first steps with branches tell what they cost
+    is_price_doubted = round_up_to_bucket(rows) in prices.chains.doubted_buckets
+    if is_price_doubted or (branched and prices.branches.doubted_buckets):
+        step_count = 1  # the first step tells what such steps cost
     if has_draft:
         step_count = min(step_count, plan.steps)
     copying = tuple(make_rule(choices, rows, step_count) for choices in chosen)
@@ -253,10 +265,7 @@ def plan_copies(
 
 
 def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
-    """Return the rule by which a member copies.
-
-    choices: for each class of matches. If it is empty, the member copies nothing.
-    """
+    """Return the rule by which a member copies. choices: for each class of matches; empty: it copies nothing."""
     counts = tuple(one.width - one.branch for one in choices)
     branches = tuple(one.branch for one in choices)
     nothing = (0,) * len(MATCH_CLASSES)
@@ -267,21 +276,17 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
     """Choose how many tokens a member copies after matches of each class."""
     options = list_copy_options(control.copy_widths, terms)
     trees = list_tree_options(control, options, terms)
-    members = terms.members
     found = list[ClassChoice]()
     for known in control.copied:
-        rates = {one: rate_copies(members, known.gains[one.at], one.price) for one in options}
+        gains = {one: known.gains[one.at] for one in options}
         if known.branch_gain:
-            gains = {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
-            rates |= {one: rate_copies(members, gain, one.price) for one, gain in gains.items()}
+            gains |= {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
+        rates = {one: rate_copies(terms.members, gain, one.price) for one, gain in gains.items()}
         best = max(rates, key=rates.__getitem__, default=None)
-        if best is not None and rates[best] > terms.tokens_without_copies:
+        if best is not None and terms.would_pay(gains[best], best.price):
             found.append(ClassChoice(best.width, best.branch))
             continue
-        could_pay = (
-            one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.tokens_without_copies
-        )
-        trial = next(could_pay, None)
+        trial = next((one for one in options if terms.could_pay(one)), None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
         else:
@@ -290,10 +295,9 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
 
 
 def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOption]:
-    """List the numbers of tokens that one member may copy, ascending.
+    """List the numbers of tokens that one member may copy, ascending, as far as they fit the rows of the step.
 
-    Each fits the rows of the step, and the accounts can pay for one such step of which no copy is right. For a number
-    that is dearer than the smallest one, they can pay for FRUITLESS_STEPS of them.
+    The accounts can pay for one step with the cheapest number of which no copy is right, or FRUITLESS_STEPS of others.
     """
     options = [
         CopyOption(at, width, terms.price_of(terms.members + width, branched=False))
@@ -328,17 +332,15 @@ def list_tree_options(control: SpeculationControl, chains: Sequence[CopyOption],
 
 
 def rate_copies(members: int, gain: int, price: int) -> int:
-    """Return the tokens that a step gives in the time of a plain step, in thousandths, where one member gains that."""
+    """Return the tokens that a step gives in the time of a plain step, in thousandths, if one member gains that."""
     return UNIT * (UNIT * members + gain) // price
 
 
 def limit_rows(wanted: int, least: int, terms: CopyTerms, *, branched: bool) -> int:
-    """Return the most rows that a step of the launch may have when several members copy at once.
+    """Return the most rows of a step in which several members copy.
 
-    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right.
-
-    wanted: the rows if each member copies the most that was chosen for it. least: the rows if only one member copies,
-    the one with most; the result is never below that.
+    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right. wanted: rows
+    if each member copies the most that was chosen for it. least: if only the one with most does; it is always allowed.
     """
     rows = min(wanted, terms.row_limit)
     while rows > least and FRUITLESS_STEPS * (terms.price_of(rows, branched=branched) - UNIT) > terms.balance:

@@ -14,7 +14,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepMember
 from adapters.device.speculation.proposer import NO_COPIES, CopiedTexts, DecodingSlot, TextProposer
 from adapters.models.kernels.interfaces.text_matching import Branch
-from effects.decode import LONGEST_SEARCH_GAP, RunDecode, choose_search_gap, find_match_class
+from effects.decode import LONGEST_SEARCH_GAP, RunDecode, choose_search_gap, find_match_class, share_rows
 from effects.ids import Tokens
 
 
@@ -31,6 +31,15 @@ class UnmatchedText(NamedTuple):
     state: SlotState
     since: int  # its tokens at the first of the searches in a row that found nothing
     due: int  # the number of the step after which it is searched again
+
+
+class WantedCopies(NamedTuple):
+    """The copies that a member would take if the step had rows for all: tokens of a chain, and of its branch."""
+
+    member: DecodingSlot
+    length: int
+    branch: int
+    row_limit: int  # of the step, as its rule says
 
 
 @define(eq=False)
@@ -120,40 +129,48 @@ class StepCopies:
     def choose(self, members: Sequence[DecodingSlot]) -> CopiedTexts:
         """Return the tokens that each of these requests copies in the next step.
 
-        Slots that copy nothing are left out. Copies are shortened to what fits: the rows of the step, the tokens that
-        the launch may still give, and the rows of the slot. They end behind a token that ends the answer. A branch gets
-        the rows that the chain leaves.
+        Slots that copy nothing are left out. Copies are shortened to what fits: the request's share of the rows of the
+        step (`share_rows`), the tokens that the launch may still give, and the rows of the slot. They end behind a
+        token that ends the answer. A branch gets the rows that the chain leaves of the share.
         """
         proposer = self.proposer
         if proposer is None or not self._matching:
             return NO_COPIES
+        asking = [one for one in map(self._find_wanted, members) if one is not None]
+        if not asking:
+            return NO_COPIES
+        rows = min(one.row_limit for one in asking) - len(members)
+        shares = share_rows([one.length + one.branch for one in asking], rows)
         chains: dict[int, Tokens] = {}
         branches: dict[int, Branch] = {}
-        rows = len(members)
-        for effect, state in members:
+        for one, share in zip(asking, shares, strict=True):
+            effect, state = one.member
             slot = effect.slot
-            group = self.find_class(effect, state)
-            copying = effect.copying
-            if group < 0 or copying is None:
-                continue
-            left = copying.rows - rows
-            length = min(copying.counts[group], left, effect.steps - 1, self.capacity - state.valid - 1)
-            if length <= 0:
+            length = min(one.length, share)
+            if not length:
                 continue
             copied = proposer.copy(slot, length)
             chain = cut_after_stop(copied, state.stops)
             if not chain:
                 continue
             chains[slot] = chain
-            rows += len(chain)
-            if copying.branches[group]:
-                fork, tokens = proposer.find_branch(slot, len(copied), min(copying.branches[group], left - length))
+            if one.branch:
+                fork, tokens = proposer.find_branch(slot, len(copied), min(one.branch, share - length))
                 depth = min(effect.steps, self.capacity - state.valid) - 1
                 branch = cut_after_stop(tokens, state.stops)[: depth - fork]
                 if branch and fork < len(chain):
                     branches[slot] = Branch(fork, branch)
-                    rows += len(branch)
         return CopiedTexts(chains, branches)
+
+    def _find_wanted(self, member: DecodingSlot) -> WantedCopies | None:
+        """Return what a member would copy if the step had rows for all; None if it copies nothing."""
+        effect, state = member
+        copying = effect.copying
+        group = self.find_class(effect, state)
+        if group < 0 or copying is None:
+            return None
+        length = min(copying.counts[group], effect.steps - 1, self.capacity - state.valid - 1)
+        return WantedCopies(member, length, copying.branches[group], copying.rows) if length > 0 else None
 
     def has_match(self, members: Iterable[CopyingMember]) -> bool:
         """Would one of these copy text in its next step?"""

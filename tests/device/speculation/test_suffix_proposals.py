@@ -20,7 +20,7 @@ from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, TextMatcher
 from effects.all import EffectRequest
-from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
+from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode, share_rows
 from effects.grammar import Grammar
 from effects.ids import RequestId, SlotId
 from effects.job import Sampling
@@ -277,7 +277,24 @@ def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch
 
 
 def test_all_members_share_the_rows_of_a_step():
-    assert copies_of(a_rule(4, rows=8), None, a_rule(4, rows=8)) == {0: (10, 11, 12, 13), 2: (10,)}
+    assert copies_of(a_rule(4, rows=8), None, a_rule(4, rows=8)) == {0: (10, 11, 12), 2: (10, 11)}
+    assert copies_of(a_rule(4, rows=4), a_rule(4, rows=4), a_rule(4, rows=4)) == {0: (10,)}
+    assert copies_of(a_rule(4, rows=2), a_rule(4, rows=2)) == {}
+
+
+def test_nobody_gets_more_rows_than_it_wants_and_no_row_is_left_over():
+    assert share_rows([9, 2, 9], 7) == [3, 2, 2]
+    assert share_rows([3, 31], 32) == [3, 29]
+    assert share_rows([4, 4], 0) == share_rows([4, 4], -3) == [0, 0]
+    draw = random.Random(5)
+    for _ in range(300):
+        wanted = [draw.randrange(32) for _ in range(draw.randrange(9))]
+        rows = draw.randrange(80)
+        shares = share_rows(wanted, rows)
+        assert sum(shares) == min(rows, sum(wanted))
+        assert all(share <= own for share, own in zip(shares, wanted, strict=True))
+        cut = [share for share, own in zip(shares, wanted, strict=True) if share < own]
+        assert not cut or max(shares) <= min(cut) + 1, "nobody gets more while somebody else lacks rows"
 
 
 # --- with an executor ---

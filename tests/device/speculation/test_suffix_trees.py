@@ -216,7 +216,7 @@ def test_a_branch_gets_the_rows_that_the_chain_leaves():
     assert copies_of(a_rule(4, 2)) == {0: whole}
     assert copies_of(a_rule(4, 2, rows=6)) == {0: fork_chain((3, 4, 5, 6, 7), 1, (8,))}
     assert copies_of(a_rule(4, 2, rows=5)) == {0: chain((3, 4, 5, 6, 7))}
-    assert copies_of(a_rule(4, 2, rows=9), 2) == {0: whole, 1: chain((3, 4))}
+    assert copies_of(a_rule(4, 2, rows=9), 2) == {0: chain((3, 4, 5, 6, 7)), 1: chain((3, 4, 5, 6))}
 
 
 def test_a_tree_is_no_deeper_than_the_answer_or_the_slot_goes_on():
