@@ -17,7 +17,7 @@
 #define BLOCK_HEAD 3
 #define BLOCK_BYTES (128l << 10) // the most that a block may have
 #define FRAME_CHECKSUM 4
-#define WRITTEN_BLOCKS 1 // summed, then written in one call of the system
+#define WRITTEN_BLOCKS 4 // in one call of the system: 512 KiB are in the second cache behind it
 
 // Writes the head of the block at `at` of a content, behind that of the frame if it is the first one. Returns its bytes.
 static long put_heads(uint8_t *out, uint8_t descriptor, long content, long at) {
@@ -218,23 +218,32 @@ static int write_parts(int file, struct iovec *parts, int count) {
     return 0;
 }
 
-// Writes the frame of `content` bytes of rows without a copy of them: blocks are summed, and written while they are in the
-// processor's cache. `sums` gets their sums. Returns 0 or the number of the error.
+// Sums whole blocks of a content, of which the last one may be shorter. Returns the place behind their sums.
+static uint8_t *sum_written(const uint8_t *data, long content, uint8_t *sums, int form) {
+    for (long at = 0; at < content; at += BLOCK_BYTES, sums += SUM_BYTES)
+        sum_content(data + at, content - at < BLOCK_BYTES ? content - at : BLOCK_BYTES, sums, form);
+    return sums;
+}
+
+// Writes the frame of `content` bytes of rows without a copy of them. `sums` gets the sums of its blocks. The system reads
+// blocks from main memory, and they are summed behind that, from the processor's cache: 0.025 s/GB more than writing alone, and
+// 0.06 the other way round (Xeon with AMX). Returns 0 or the number of the error.
 static int write_frame(int file, const uint8_t *data, long content, uint8_t *sums, int form) {
     uint8_t heads[WRITTEN_BLOCKS][FRAME_HEAD + BLOCK_HEAD];
     struct iovec parts[2 * WRITTEN_BLOCKS];
     for (long at = 0; at < content;) {
+        const long begin = at;
         int count = 0;
-        for (int block = 0; block < WRITTEN_BLOCKS && at < content; block++, sums += SUM_BYTES) {
+        for (int block = 0; block < WRITTEN_BLOCKS && at < content; block++) {
             const long bytes = content - at < BLOCK_BYTES ? content - at : BLOCK_BYTES;
             const long head = put_heads(heads[block], ONE_SEGMENT, content, at);
             parts[count++] = (struct iovec){heads[block], (size_t)head};
             parts[count++] = (struct iovec){(void *)(data + at), (size_t)bytes};
-            sum_content(data + at, bytes, sums, form);
             at += bytes;
         }
         const int error = write_parts(file, parts, count);
         if (error) return error;
+        sums = sum_written(data + begin, at - begin, sums, form);
     }
     return 0;
 }
