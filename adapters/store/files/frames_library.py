@@ -5,6 +5,11 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+_make_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+_find_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
+
 
 @cache
 def load_functions() -> ctypes.CDLL | None:
@@ -26,16 +31,11 @@ def load_brief_functions() -> ctypes.PyDLL | None:
 
 def make_bytes(size: int) -> bytes:
     """Return bytes whose content is not set yet. CPython allows that until other code has a reference to them."""
-    make = ctypes.pythonapi.PyBytes_FromStringAndSize
-    make.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
-    make.restype = ctypes.py_object
-    made: bytes = make(None, size)
+    made: bytes = _make_bytes(None, size)
     return made
 
 
 def find_address(made: bytes) -> int:
-    find = ctypes.pythonapi.PyBytes_AsString
-    find.argtypes = [ctypes.py_object]
-    find.restype = ctypes.c_void_p
-    address: int = find(made)
+    """Return where the content of bytes lies."""
+    address: int = _find_address(made)
     return address
