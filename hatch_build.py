@@ -19,7 +19,8 @@ from typing import Any
 FOLDER = Path("adapters/models/kernels/cpu/native")
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h", "amx.h"),
-    *("attention.h", "delta.h", "packed.h", "experts.h", "layers.h", "draw.h", "rounds.h", "texts.h", "frames.h"),
+    *("attention.h", "delta.h", "packed.h", "experts.h", "layers.h", "draw.h", "rounds.h", "texts.h"),
+    *("sums.h", "frames.h"),
     "products.c",
 )
 FILE = "librekindle.so"

@@ -15,7 +15,7 @@ decodes, checks and copies. Passes take turns; medians.
 The client alone reads in three ways: on an event loop; with calls that block, on threads that a loop asks; and with
 such calls on threads alone. The quickest one counts. What each side does: the client returns the bytes of a whole
 object in memory that it allocates and frees, and compares nothing. The tier is asked by an event loop, as a restore
-asks it. It opens the object, compares the checksum of every frame, the whole head with the tokens, and the table, and
+asks it. It opens the object, compares the sums of all blocks, the whole head with the tokens, and the table, and
 brings the rows to memory of the server, which is mapped already.
 
 A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.

@@ -29,7 +29,7 @@ MAX_BYTES = 1 << 30  # bytes
 MAGIC_BYTES = (
     512  # bytes that tell whether it is ours: a disk writes this many at once, so a power cut leaves all or none
 )
-MAGIC = b"rekindle-journal-3\n"
+MAGIC = b"rekindle-journal-4\n"
 ADDITION = struct.Struct("<cQIQQQIcI")
 REMOVAL = struct.Struct("<cQ")
 HIT = struct.Struct("<cQQQ")

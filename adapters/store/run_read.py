@@ -11,8 +11,8 @@ from attrs import define
 from adapters.store.block_index import Entry
 from adapters.store.slab_memory import Buffer
 
-# Rows that a thread reads before it returns to the event loop: four frames, which are hashed together. What thread and
-# loop do between two reads needs the interpreter (decision 075).
+# Rows that a thread reads before it returns to Python. What it does there needs the interpreter, which other threads
+# and the event loop need as well (decision 075).
 BATCH_BYTES = 8 << 20
 ReadCallback: TypeAlias = Callable[[Buffer], object]
 # Returns the runs to read next. If there are none, nothing is left, or the caller has to do something first. The thread

@@ -8,7 +8,7 @@ run, makes room for it, writes it under a temporary name, makes it durable and r
 the index and to the journal. So a kill at any point leaves whole files, and temporary ones that the next start removes.
 The writer has an event loop of its own and makes all system calls itself (`SameThreadExecutor`).
 
-A read checks all of a file: size, checksums, and that the head is what we would write. A file that fails is
+A read checks all of a file: size, sums of blocks, and that the head is what we would write. A file that fails is
 quarantined and leaves the index: a miss, never wrong rows. What cannot be written is counted.
 """
 

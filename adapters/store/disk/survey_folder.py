@@ -24,7 +24,7 @@ from adapters.store.files.file_format import (
     Outdated,
     Run,
     check_frames,
-    digest_frames,
+    digest_sums,
     parse_head,
     parse_name,
 )
@@ -204,7 +204,7 @@ def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[s
 
 
 def check_run(name: str, descriptor: int) -> None:
-    """Check name, seek table, head, keys, tensors, and every frame with its checksum.
+    """Check name, seek table, head, keys, tensors, and the sums of all blocks.
 
     Raises Damaged, Newer, Outdated, OSError.
     """
@@ -212,7 +212,7 @@ def check_run(name: str, descriptor: int) -> None:
     named = parse_name(name)
     assert named is not None
     frames = read_seek_table(descriptor, size)
-    checksums = list[bytes]()
+    sums = list[bytes]()
     if len(frames) < 2 or frames[0][1] > MAX_HEAD_BYTES:
         raise Damaged("the header is too long, or all that there is")
     data = sum(content for _, content in frames[1:])
@@ -225,11 +225,10 @@ def check_run(name: str, descriptor: int) -> None:
     check_tensor_spans(first, said.run, data)
     for packed, content in frames[1:]:
         frame = read_exactly(descriptor, at, packed)
-        seekable.decompress(frame, memoryview(bytearray(content)))
-        checksums.append(seekable.read_checksum(frame))
+        sums.append(seekable.decompress_rows(frame, memoryview(bytearray(content))))
         at += packed
-    if digest_frames(checksums) != said.frames:
-        raise Damaged("these are not the frames that the head was written for")
+    if digest_sums(sums) != said.sums:
+        raise Damaged("these are not the rows that the head was written for")
 
 
 def check_tensor_spans(raw: bytearray, run: Run, content: int) -> None:

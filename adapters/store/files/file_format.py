@@ -26,8 +26,8 @@ from adapters.store.block_keys import (
 from adapters.store.files import seekable
 from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
 
-VERSION = 3
-FRAME = 2 << 20  # content bytes of a frame of tensors
+VERSION = 4
+FRAME = 2 << 20  # content bytes of a frame of tensors: whole blocks
 MAX_HEAD_BYTES = 8 << 20  # bytes of the first frame: header and token ids
 MAX_HEADER_BYTES = 1 << 20  # bytes of the header alone: 10,000 tensors
 MAX_START = 1 << 24  # tokens before a run
@@ -135,12 +135,12 @@ class Run:
 
 @frozen
 class FileHead:
-    """The description that a file begins with. frames: digest over the checksums of all frames but the first."""
+    """The description that a file begins with. sums: digest over the sums of all blocks of the tensors."""
 
     run: Run
     identity: str
     block_size: int
-    frames: bytes
+    sums: bytes
 
 
 def format_name(key: bytes, handle: int) -> str:
@@ -160,25 +160,25 @@ def parse_name(name: str) -> tuple[bytes, int] | None:
     return bytes.fromhex(key), int(handle, 16)
 
 
-def digest_frames(checksums: Iterable[bytes]) -> bytes:
-    """Return the digest that binds frames to their head. It covers the checksums in order, so no contents are read."""
-    return blake2b(b"".join(checksums), digest_size=DIGEST).digest()
+def digest_sums(sums: Iterable[bytes]) -> bytes:
+    """Return the digest that binds tensors to their head. It covers the sums of their blocks in order."""
+    return blake2b(b"".join(sums), digest_size=DIGEST).digest()
 
 
-def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
+def encode_head(run: Run, layout: Layout, sums: bytes) -> bytes:
     """Return everything before the tensors: the safetensors header, then the token ids, its first tensor.
 
-    frames: the digest of the other frames.
+    sums: the digest of the sums of all blocks of the other tensors.
     """
     before, after = encode_around_digest(run, layout)
-    return before + frames.hex().encode() + after
+    return before + sums.hex().encode() + after
 
 
 def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
-    """Return what stands in a head before the digest of the frames, and what stands behind it."""
+    """Return what stands in a head before the digest of the sums, and what stands behind it."""
     first, last = describe_layout(layout, run.kind, VERSION)
     place = (run.start, run.parent.hex().encode(), run.keys[-1].hex().encode())
-    before = first + b',"start":"%d","parent":"%b","key":"%b","frames":"' % place
+    before = first + b',"start":"%d","parent":"%b","key":"%b","sums":"' % place
     if run.kind == "state":
         last += b',"since":"%d"' % run.since
     after = b'"%b},%b' % (last, describe_tensors(layout, run.kind, run.length))
@@ -230,9 +230,9 @@ def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[
     """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
     view = memoryview(data)
     spans = split_frames(len(memoryview(data)))
-    rows = [codec.compress(view[start:stop]) for start, stop in spans]
-    first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
-    frames = [codec.compress(first), *rows]
+    rows = [codec.compress_rows(view[start:stop]) for start, stop in spans]
+    first = encode_head(run, layout, digest_sums(sums for _, sums in rows))
+    frames = [codec.compress(first), *(frame for frame, _ in rows)]
     sizes = [len(first), *(stop - start for start, stop in spans)]
     return [*frames, seekable.encode_table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
 
@@ -258,7 +258,7 @@ def parse_head(raw: Buffer) -> FileHead:
         identity = about["identity"]
         block_size = int(about["grain"])
         key = bytes.fromhex(about["key"])
-        frames = bytes.fromhex(about["frames"])
+        sums = bytes.fromhex(about["sums"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
     if (
@@ -274,7 +274,7 @@ def parse_head(raw: Buffer) -> FileHead:
     run = evolve(run, keys=compute_keys(run, block_size))
     if run.keys[-1] != key:
         raise Damaged("the tokens do not have the key that the header says")
-    return FileHead(run, identity, block_size, frames)
+    return FileHead(run, identity, block_size, sums)
 
 
 def check_metadata(about: Mapping[str, Any]) -> Mapping[str, str]:

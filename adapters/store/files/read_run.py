@@ -24,7 +24,8 @@ from adapters.store.files.file_format import (
     FRAME,
     MAX_HEAD_BYTES,
     check_frames,
-    digest_frames,
+    digest_sums,
+    encode_around_digest,
     encode_head,
     split_frames,
 )
@@ -143,9 +144,12 @@ def fill_target(content: RunContent, expected: Expected, pool: Executor | None, 
     frames = read_table(content, 1 + len(split_frames(len(target))))
     check_frames(frames, len(target))
     read = read_batches(content, group_frames(frames), pool, target)
-    checksums = [batch.checksums for batch in read]
-    if read[0].head != encode_head(expected.run, expected.layout, digest_frames(checksums)):
-        raise Damaged("the file holds another run, or another model's")
+    head = encode_head(expected.run, expected.layout, digest_sums(batch.sums for batch in read))
+    if read[0].head != head:
+        before, after = encode_around_digest(expected.run, expected.layout)
+        is_ours = read[0].head.startswith(before) and read[0].head.endswith(after)
+        own = "these are not the rows that the head was written for"
+        raise Damaged(own if is_ours else "the file holds another run, or another model's")
 
 
 def read_batches(
@@ -213,10 +217,10 @@ def enable_direct_reads(descriptor: int) -> bool:
 class BatchResult:
     """The result of reading one batch, without the contents.
 
-    checksums: of its frames of tensors, end to end. head: the header, if the batch begins with it.
+    sums: of the blocks of its tensors, end to end. head: the header, if the batch begins with it.
     """
 
-    checksums: bytes
+    sums: bytes
     head: bytes = b""
 
 
@@ -235,17 +239,16 @@ def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> Batch
         return found
     at = batch.content
     head = b""
-    checksums = list[bytes]()
+    sums = list[bytes]()
     with file.read_piece(batch.at, batch.compressed_bytes) as raw:
         for packed, content in batch.frames:
             if at < 0:
                 head = read_head_frame(raw[:packed], content)
             else:
-                seekable.decompress(raw[:packed], target[at : at + content])
-                checksums.append(seekable.read_checksum(raw[:packed]))
+                sums.append(seekable.decompress_rows(raw[:packed], target[at : at + content]))
             raw = raw[packed:]  # noqa: PLW2901 - what is left of it
             at = at + content
-    return BatchResult(b"".join(checksums), head)
+    return BatchResult(b"".join(sums), head)
 
 
 def read_plain_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> BatchResult | None:
@@ -259,11 +262,11 @@ def read_plain_batch(file: RunContent, batch: FrameBatch, target: memoryview) ->
         return None
     begin = max(batch.content, 0)
     place = target[begin : begin + sum(content for _, content in rows)]
-    checksums = read_plain_frames(file.descriptor, batch.at + head_bytes, place, FRAME)
-    if checksums is None or not head_bytes:
-        return None if checksums is None else BatchResult(checksums)
+    sums = read_plain_frames(file.descriptor, batch.at + head_bytes, place, FRAME)
+    if sums is None or not head_bytes:
+        return None if sums is None else BatchResult(sums)
     with file.read_piece(batch.at, head_bytes) as raw:
-        return BatchResult(checksums, read_head_frame(raw, head_content))
+        return BatchResult(sums, read_head_frame(raw, head_content))
 
 
 def read_head_frame(frame: memoryview, content: int) -> bytes:

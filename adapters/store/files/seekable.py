@@ -1,4 +1,7 @@
-"""The zstd seekable format: independent frames with checksums, and a table of their sizes in a skippable frame.
+"""The zstd seekable format: independent frames, and a table of their sizes in a skippable frame.
+
+The frame of a head carries zstd's checksum. Frames of rows carry none: the blocks of their content have sums of ours
+(`block_sums.py`), which are quicker and longer.
 
 https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
 """
@@ -11,11 +14,14 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import zstandard
+from attrs import define
+
+from adapters.store.files.block_sums import sum_blocks
 
 SKIPPABLE = 0x184D2A5E
 SEEKABLE = 0x8F92EAB1
 MOST_FRAMES = 1 << 14  # with contents of 2 MiB each that is 32 GiB; only invented sizes are larger
-CHECKSUM = 4  # bytes at a frame's end
+CHECKSUM = 4  # bytes at the end of the frame of a head
 HEAD = struct.Struct("<II")
 ROW = struct.Struct("<II")
 FOOT = struct.Struct("<IBI")
@@ -29,15 +35,37 @@ class Damaged(Exception):
 
 
 class Compress(Protocol):
-    def compress(self, data: Buffer) -> bytes: ...
+    """Makes frames. Only one thread at a time may use it."""
+
+    def compress(self, data: Buffer) -> bytes:
+        """Return the frame of a head, with its checksum."""
+        ...
+
+    def compress_rows(self, data: Buffer) -> tuple[bytes, bytes]:
+        """Return the frame of rows, and the sums of the blocks of its content."""
+        ...
+
+
+@define(eq=False)
+class ZstdCompressor:
+    """Makes frames with zstd. for_heads, for_rows: with a checksum, and without one."""
+
+    for_heads: zstandard.ZstdCompressor
+    for_rows: zstandard.ZstdCompressor
+
+    def compress(self, data: Buffer) -> bytes:
+        return self.for_heads.compress(data)
+
+    def compress_rows(self, data: Buffer) -> tuple[bytes, bytes]:
+        return self.for_rows.compress(data), sum_blocks(data)
 
 
 def create_compressor(level: int) -> Compress:
-    """Return a compressor whose frames carry their content's size and checksum.
-
-    Only one thread at a time may use it.
-    """
-    return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+    """Return a compressor whose frames carry their content's size."""
+    return ZstdCompressor(
+        zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True),
+        zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True),
+    )
 
 
 def compute_table_size(frames: int) -> int:
@@ -79,11 +107,6 @@ def compute_bound(content: int) -> int:
     return content + (content >> 8) + 1024
 
 
-def read_checksum(frame: Buffer) -> bytes:
-    """Return the checksum of a frame's content (XXH64, the lower half), which `decompress` compares."""
-    return bytes(frame[-CHECKSUM:])
-
-
 class Decompressor(threading.local):
     """A decompressor for each thread: making one maps memory, which takes as long as some frames do."""
 
@@ -95,10 +118,21 @@ _decompressor = Decompressor()
 
 
 def decompress(frame: Buffer, target: memoryview) -> None:
-    """Fill `target` with the content of exactly one frame, checksum compared. Releases the GIL while it works."""
+    """Fill `target` with the content of exactly one head's frame, checksum compared."""
+    fill(frame, target, has_checksum=True)
+
+
+def decompress_rows(frame: Buffer, target: memoryview) -> bytes:
+    """Fill `target` with the content of exactly one frame of rows, and return the sums of its blocks."""
+    fill(frame, target, has_checksum=False)
+    return sum_blocks(target)
+
+
+def fill(frame: Buffer, target: memoryview, *, has_checksum: bool) -> None:
+    """Fill `target` with the content of exactly one frame. Releases the GIL while it works. Raises Damaged."""
     try:
         about = zstandard.get_frame_parameters(frame)
-        if about.content_size != len(target) or not about.has_checksum or about.dict_id:
+        if about.content_size != len(target) or about.has_checksum is not has_checksum or about.dict_id:
             raise Damaged("a frame's header is not ours")
         with _decompressor.context.stream_reader(frame) as reader:
             if reader.readinto(target) != len(target) or reader.read(1):

@@ -5,12 +5,12 @@ What they do between calls of the system needs the interpreter, which one thread
 also finds little of its own code in the processor's cache. So a dozen short calls for each run kept five of eight cores
 waiting (decisions 063 and 075).
 
-How it works. All of a stored file follows from its run, except the checksums of its frames. So the rest is encoded
-beforehand (`plan_file`). One call of C then opens several files, brings their rows to their places, and compares the
-checksums of all frames (`read_files`). What is left to do in Python is to complete each head with these, and to compare
-it. A file that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
+How it works. All of a stored file follows from its run, except the sums of its blocks. So the rest is encoded
+beforehand (`plan_file`). One call of C then opens several files, brings their rows to their places, and sums all blocks
+(`read_files`). What is left to do in Python is to complete each head with the digest of these sums, and to compare it.
+A file that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
 
-Writing goes the other way (`RowsToWrite`): one call hashes rows and writes them from where they lie, and another one
+Writing goes the other way (`RowsToWrite`): one call sums rows and writes them from where they lie, and another one
 adds the head and the table.
 """
 
@@ -26,18 +26,20 @@ from typing import ClassVar, Literal, TypeAlias
 from attrs import frozen
 
 from adapters.store.files import seekable
+from adapters.store.files.block_sums import SUM_BYTES, count_blocks
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     DIGEST,
     FRAME,
     Layout,
     Run,
-    digest_frames,
+    digest_sums,
     encode_around_digest,
     split_frames,
 )
-from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, load_functions, pack_short_frame
-from adapters.store.files.seekable import CHECKSUM, Sizes
+from adapters.store.files.frames_library import load_functions
+from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, count_head_bytes, pack_head
+from adapters.store.files.seekable import Sizes
 
 
 @frozen(cache_hash=True)
@@ -73,7 +75,7 @@ def encode_stored_table(head_bytes: int, content: int, rows: StoredRows) -> byte
 
 @frozen(eq=False)
 class StoredFile:
-    """All parts that a stored file must have. before, after: its head, around the digest of the frames' checksums.
+    """All parts that a stored file must have. before, after: its head, around the digest of the sums.
 
     head_bytes: of the frame of the head. has_plain_head: it is as long as one that is not compressed.
     """
@@ -92,17 +94,17 @@ class StoredFile:
 
     @property
     def space_bytes(self) -> int:
-        """Return the bytes of its head, its table and the checksums of its frames."""
-        return self.end_bytes + CHECKSUM * len(self.rows.frames)
+        """Return the bytes of its head, its table and the sums of its blocks."""
+        return self.end_bytes + SUM_BYTES * count_blocks(self.rows.content)
 
-    def matches(self, ends: bytes, checksums: bytes) -> bool:
-        """Say whether a file has this head and this table. ends: what it has there. checksums: of its frames."""
-        return ends[self.head_bytes :] == self.table and self._has_head(ends, checksums)
+    def matches(self, ends: bytes, sums: bytes) -> bool:
+        """Say whether a file has this head and this table. ends: what it has there. sums: of the blocks of its rows."""
+        return ends[self.head_bytes :] == self.table and self._has_head(ends, sums)
 
-    def _has_head(self, found: bytes, checksums: bytes) -> bool:
-        head = self.before + digest_frames([checksums]).hex().encode() + self.after
+    def _has_head(self, found: bytes, sums: bytes) -> bool:
+        head = self.before + digest_sums([sums]).hex().encode() + self.after
         if self.has_plain_head:
-            return found[: self.head_bytes] == pack_short_frame(head)
+            return found[: self.head_bytes] == pack_head(head)
         try:
             return seekable.decompress_exactly(found[: self.head_bytes], len(head)) == head
         except seekable.Damaged:
@@ -136,7 +138,7 @@ def plan_file(expected: Expected) -> StoredFile | None:
     if head_bytes > seekable.compute_bound(content):
         return None
     table = encode_stored_table(head_bytes, content, rows)
-    is_plain = head_bytes == count_frame_bytes(content)
+    is_plain = head_bytes == count_head_bytes(content)
     return StoredFile(rows, expected.size, head_bytes, is_plain, before, after, table)
 
 
@@ -149,7 +151,7 @@ class FileCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ends", "out")),
         *((name, ctypes.c_long) for name in ("content", "frame")),
         ("sums", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("failures", "found")),
+        ("found", ctypes.c_long),
     ]
 
 
@@ -203,24 +205,24 @@ class RowsToWrite:
     def write(self, temporary: str, path: str, *, replace: bool) -> int:
         """Write the file and return its size. It gets its name when it is whole. Raises OSError; then nothing is left.
 
-        temporary: its name until then. Any thread may call this; the interpreter is free while rows are hashed and
-        written. The head is not compressed, so that its size is known before the checksums are: they are computed while
-        rows are written.
+        temporary: its name until then. Any thread may call this; the interpreter is free while rows are summed and
+        written. The head is not compressed, so that its size is known before the sums are: they are taken while rows
+        are written.
         """
         compiled = load_functions()
         assert compiled is not None, "callers have asked for it"
         rows = measure_rows(self.size)
         before, after = encode_around_digest(self.run, self.layout)
         content = len(before) + 2 * DIGEST + len(after)
-        head_bytes = count_frame_bytes(content)
-        sums = ctypes.create_string_buffer(CHECKSUM * len(rows.frames))
+        head_bytes = count_head_bytes(content)
+        sums = ctypes.create_string_buffer(SUM_BYTES * count_blocks(rows.content))
         new = os.fsencode(temporary)
         file = compiled.rekindle_begin_file(new, head_bytes, self.address, rows.content, FRAME, ctypes.addressof(sums))
         if file < 0:
             raise OSError(-file, os.strerror(-file), path)
         try:
-            short, checksums, sizes = self._compress_short_end(rows)
-            first = pack_short_frame(before + digest_frames([sums.raw, checksums]).hex().encode() + after)
+            short, short_sums, sizes = self._compress_short_end(rows)
+            first = pack_head(before + digest_sums([sums.raw, short_sums]).hex().encode() + after)
             rest = short + seekable.encode_table([(head_bytes, content), *rows.frames, *sizes])
         except BaseException:
             os.close(file)
@@ -232,12 +234,12 @@ class RowsToWrite:
         return len(first) + rows.packed_bytes + len(rest)
 
     def _compress_short_end(self, rows: StoredRows) -> tuple[bytes, bytes, list[Sizes]]:
-        """Return the last frame, its checksum and its sizes, if it is a short one."""
+        """Return the last frame, the sum of its content and its sizes, if it is a short one."""
         if not rows.short_bytes:
             return b"", b"", []
         content = ctypes.string_at(self.address + rows.content, rows.short_bytes)
-        frame = seekable.create_compressor(LEVEL).compress(content)
-        return frame, seekable.read_checksum(frame), [(len(frame), len(content))]
+        frame, sums = seekable.create_compressor(LEVEL).compress_rows(content)
+        return frame, sums, [(len(frame), len(content))]
 
 
 def can_write_rows(size: int) -> bool:

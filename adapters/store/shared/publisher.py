@@ -138,7 +138,7 @@ class Publisher:
     async def empty_queue(self, uploads: asyncio.Semaphore) -> None:
         """Write what is queued. Several tasks may do so at once.
 
-        uploads: how many of them write at once. In a folder all do, because a part of them hashes rows meanwhile.
+        uploads: how many of them write at once. In a folder all do, because a part of them sums rows meanwhile.
         """
         while self._queue:
             number, job = self._queue.popleft()

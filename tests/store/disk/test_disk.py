@@ -178,7 +178,7 @@ def test_what_is_put_aside_is_bounded(path: Path) -> None:
 
 
 def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.files.file_format.VERSION", 4)
+    monkeypatch.setattr("adapters.store.files.file_format.VERSION", 5)
     filled(path, ONE)
     monkeypatch.undo()
     (path / index_journal.NAME).unlink()

@@ -27,7 +27,7 @@ from adapters.store.files.file_format import (
     Newer,
     Outdated,
     Run,
-    digest_frames,
+    digest_sums,
     encode_head,
     encode_run,
     format_name,
@@ -43,7 +43,7 @@ from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, 
 TOKENS = tuple(range(100, 140))
 KEYS = chain_keys(compute_root(LAYOUT.identity, BLOCK_SIZE), pack_tokens(TOKENS), BLOCK_SIZE)
 RUN = Run(8, KEYS[1], KEYS[2:], pack_tokens(TOKENS[8:]))
-NO_FRAMES = digest_frames([])
+NO_SUMS = digest_sums([])
 WIDE = evolve(LAYOUT, rows=evolve(ROWS, heads=8, width=1280))  # several frames
 
 
@@ -95,14 +95,14 @@ def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
     assert same(tensors, rows_of(TOKENS, 8, WIDE))
     about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     assert about == {
-        "rekindle_kv": "3",
+        "rekindle_kv": "4",
         "kind": "rows",
         "identity": WIDE.identity,
         "grain": "4",
         "start": "8",
         "parent": KEYS[1].hex(),
         "key": KEYS[-1].hex(),
-        "frames": about["frames"],
+        "sums": about["sums"],
     }
 
 
@@ -119,7 +119,7 @@ def test_drafts_and_checkpoints_are_files_like_rows(private: Path, run: Run) -> 
         tensors = safetensors.torch.load(reader.read())
     assert tensors.pop("tokens").tolist() == list(TOKENS[run.start :])
     assert same(tensors, truth)
-    assert parse_head(encode_head(run, EVERYTHING, NO_FRAMES)) == FileHead(run, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
+    assert parse_head(encode_head(run, EVERYTHING, NO_SUMS)) == FileHead(run, LAYOUT.identity, BLOCK_SIZE, NO_SUMS)
 
 
 def test_another_drafts_rows_have_other_keys() -> None:
@@ -141,7 +141,7 @@ def test_the_seek_table_finds_every_frame_by_itself() -> None:
 
 
 def test_a_file_says_what_it_is() -> None:
-    assert parse_head(encode_head(RUN, LAYOUT, NO_FRAMES)) == FileHead(RUN, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
+    assert parse_head(encode_head(RUN, LAYOUT, NO_SUMS)) == FileHead(RUN, LAYOUT.identity, BLOCK_SIZE, NO_SUMS)
     assert parse_name(format_name(KEYS[-1], 77)) == (KEYS[-1], 77)
     for odd in (
         "journal",
@@ -223,8 +223,9 @@ def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> 
 @pytest.mark.parametrize(
     ("change", "raised"),
     [
-        ({"rekindle_kv": "4"}, Newer),
+        ({"rekindle_kv": "5"}, Newer),
         ({"rekindle_kv": "2"}, Outdated),
+        ({"rekindle_kv": "3"}, Outdated),
         ({"rekindle_kv": "one"}, Damaged),
         ({"kind": "other"}, Damaged),
         ({"kind": "state", "since": "0"}, Damaged),
@@ -240,7 +241,7 @@ def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> 
     ],
 )
 def test_a_header_that_cannot_be_is_refused(change: dict, raised: type[Exception]) -> None:
-    raw = encode_head(RUN, LAYOUT, NO_FRAMES)
+    raw = encode_head(RUN, LAYOUT, NO_SUMS)
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header["__metadata__"] |= change

@@ -141,7 +141,7 @@ def test_writing_fails_as_python_would_and_leaves_nothing(tmp_path: Path, monkey
     temporary.unlink()
     with pytest.raises(NotADirectoryError):
         write(file / "temporary", file / "file")
-    monkeypatch.setattr(stored_file, "pack_short_frame", lack_memory)
+    monkeypatch.setattr(stored_file, "pack_head", lack_memory)
     with pytest.raises(MemoryError):
         write(temporary, tmp_path / "another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

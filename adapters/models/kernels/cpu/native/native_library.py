@@ -25,6 +25,7 @@ SOURCES = (
         "draw.h",
         "rounds.h",
         "texts.h",
+        "sums.h",
         "frames.h",
         "products.c",
     ),
@@ -120,15 +121,17 @@ def declare_products(code: ctypes.CDLL) -> None:
 
 
 def declare_frames(code: ctypes.CDLL) -> None:
-    """Declare what frames.h has."""
+    """Declare what sums.h and frames.h have."""
     number = ctypes.c_int
     pointer = ctypes.c_void_p
     size = ctypes.c_long
     name = ctypes.c_char_p
-    code.rekindle_frame_bytes.argtypes = [size]
-    code.rekindle_frame_bytes.restype = size
-    code.rekindle_pack_frame.argtypes = [pointer, size, pointer]
-    code.rekindle_pack_frame.restype = None
+    code.rekindle_sum_blocks.argtypes = [pointer, size, size, pointer, number]
+    code.rekindle_sum_blocks.restype = number
+    code.rekindle_pack_head.argtypes = [pointer, size, pointer]
+    code.rekindle_pack_head.restype = None
+    code.rekindle_pack_rows.argtypes = [pointer, size, pointer, pointer]
+    code.rekindle_pack_rows.restype = None
     code.rekindle_read_frames.argtypes = [number, size, pointer, size, size, pointer]
     code.rekindle_read_frames.restype = size
     code.rekindle_read_files.argtypes = [number, pointer, size, number]

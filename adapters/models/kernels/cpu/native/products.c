@@ -606,4 +606,5 @@ void rekindle_heads(
 #include "draw.h"
 #include "rounds.h"
 #include "texts.h"
+#include "sums.h"
 #include "frames.h"
