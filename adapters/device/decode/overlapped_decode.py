@@ -63,7 +63,7 @@ from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.interfaces.step_pacer import StepPacer
 from adapters.models.kernels.step import Forward, Segment, Step
-from effects.all import EffectRequest, Outcome
+from effects.all import EffectRequest
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling

@@ -6,11 +6,13 @@ need nothing of the step before but that it was launched. So they can go along w
     device:   16 decode rows, prompt rows 0..496 | 16 decode rows, prompt rows 496..992 | 17 decode rows
     host:     launch the second step, report 992 rows | read the first one's picks | launch the third step | ...
 
-The last rows are reported as soon as they are launched. Whatever the lane launches behind them finds them in place, and
+The last rows are reported as soon as they are launched. Whatever the lane launches behind it finds them in place, and
 copies on other streams wait for all that it has launched. So the prompt's first decode step, or its next rows, can go
-with the next step already. Where the forward has the row of the prompt's last token as well (`last_row.py`), the first
-decode step joins the step that runs, and needs no forward. The rows of the step in front are covered by that outcome. So rows 0..496 of the example
+with the next step already. The rows of the step in front are covered by that outcome. So rows 0..496 of the example
 have none of their own, although the step that computes them is read later.
+
+If the forward of the last rows has room, it computes the row of the prompt's last token as well. Then the first decode
+step needs no forward (`kept_rows.py`).
 
 Invariants:
 

@@ -1,4 +1,4 @@
-"""First tokens of prompts that went along: picked from rows that the last forward of the prompt left, with equal bits."""
+"""First tokens of prompts that went along: they are picked behind the prompt's last forward, with equal bits."""
 
 from __future__ import annotations
 
@@ -113,11 +113,12 @@ async def test_a_first_step_that_comes_late_is_picked_behind_the_forward_that_ru
     clients = await open_decoding(ahead, (GREEDY,))
     prompt = await ahead.open(prompt_of(80, SHORT), SAMPLED, 2)
     forwards = count_forwards(ahead, monkeypatch)
-    reads, go_on, read = list[int](), threading.Event(), LaunchedPicks.read
+    reads, reached, go_on, read = list[int](), threading.Event(), threading.Event(), LaunchedPicks.read
 
     def hold_the_third(self):
         reads.append(len(forwards))
         if len(reads) == 3:
+            reached.set()
             assert go_on.wait(60)
         return read(self)
 
@@ -125,8 +126,7 @@ async def test_a_first_step_that_comes_late_is_picked_behind_the_forward_that_ru
         patched.setattr(LaunchedPicks, "read", hold_the_third)
         outcomes = Outcomes(ahead)
         outcomes.submit(*map(decode_step, clients), along(prompt), callers=(*clients, prompt))
-        while len(reads) < 3:
-            await anyio.sleep(0.001)
+        await anyio.to_thread.run_sync(reached.wait)
         outcomes.submit(decode_step(prompt, 4), callers=(prompt,), joins=True)
         go_on.set()
         await outcomes.wait_for(prompt, *clients)
