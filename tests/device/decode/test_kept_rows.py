@@ -72,7 +72,8 @@ async def ask_at_once(
         await outcomes.wait_for(*prompts)
         for prompt in prompts:
             assert outcomes.found[prompt.request] == [PrefillAdvanced(prompt.prompt - 1)]
-            outcomes.submit(decode_step(prompt, steps), callers=(prompt,), joins=True)
+        first_steps = [decode_step(prompt, steps) for prompt in prompts]
+        outcomes.submit(*first_steps, callers=tuple(prompts), joins=True)
         go_on.set()
         await outcomes.wait_for(*prompts, *clients)
     return outcomes
@@ -104,8 +105,8 @@ async def test_several_prompts_that_end_in_one_forward_get_their_first_tokens_be
     await ask_at_once(ahead, monkeypatch, clients, prompts, 6)
     assert [one.answer for one in prompts] == alone[:2]
     assert forwards[0][1:] == [(1, 0, 5), (2, 0, 7)]
-    assert forwards[1][1:] == [], "the launch had no earlier forward, so this one was launched at once"
-    assert forwards[2][1:] == [(1, 5, 1), (2, 7, 1)], "the rows behind those of the prompts"
+    following = next(forward for forward in forwards[1:] if len(forward) > 1)
+    assert following[1:] == [(1, 5, 1), (2, 7, 1)], "the rows behind those of the prompts"
 
 
 async def test_a_first_step_that_comes_late_is_picked_behind_the_forward_that_runs_then(ahead, monkeypatch):
