@@ -292,7 +292,7 @@ class OverlappedDecode:
         state = members[0].state if len(members) == 1 and not unread_count else None
         along = self.along.find_rows(len(members))
         for rows in along:
-            whole = rows.computed.append_to(whole, self.buckets)
+            whole = rows.computed_piece.append_to(whole, self.buckets)
         if along:
             tokens = append_tokens(tokens, along)
         forward = forward_unless_kept(self.shard, whole, tokens, state)

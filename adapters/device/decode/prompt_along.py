@@ -73,7 +73,7 @@ class PromptRows:
     has_last_row: bool = False
 
     @property
-    def computed(self) -> PromptPiece:
+    def computed_piece(self) -> PromptPiece:
         """The rows that the step computes."""
         piece = self.piece
         return PromptPiece(piece.slot, piece.start, piece.stop + self.has_last_row, piece.state)
@@ -191,7 +191,7 @@ class PlaceAlong:
 
 def append_tokens(tokens: Tensor, along: Sequence[PromptRows]) -> Tensor:
     """Return the tokens of a step with those of the rows that go along: int64, on the device of the step's own."""
-    own = torch.tensor([token for rows in along for token in rows.computed.tokens], dtype=torch.int64)
+    own = torch.tensor([token for rows in along for token in rows.computed_piece.tokens], dtype=torch.int64)
     return torch.cat((tokens, own.to(tokens.device, non_blocking=True)))
 
 
