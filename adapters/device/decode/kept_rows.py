@@ -8,7 +8,7 @@ reports these rows when it launches them, and the core asks for the first decode
 step joins the step in flight: its token is picked from the kept row. The next forward has the row behind it:
 
     device:   16 decode rows, prompt rows 0..992 | first token | 17 decode rows
-    host:     report 991 rows | take the first decode step | launch the pick, then the next step | read both
+    host:     report 991 rows               | launch both, read both
 
 If the core asks later, the token is picked behind the forward that runs then. If the launch has ended by then, the
 decode step begins another launch, which computes the row again unless the request is alone.
