@@ -98,7 +98,8 @@ class FakeShard:
     garbage: int = 1
     unsettled: Step | None = None
     written: Tensor = field(init=False)
-    aside: dict[int, tuple[int, int]] = field(factory=dict)  # by slot a last row that a commit left out: it may stay
+    # By slot the last row of a step, which a commit may have left out. A later commit of this row alone keeps it.
+    aside: dict[int, tuple[int, int]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.spec.slots, self.spec.capacity))
@@ -136,8 +137,6 @@ class FakeShard:
             assert position == segment.start
             self.cache[segment.slot, position] = row
             return
-        last = step.segments[-1]
-        self.aside[last.slot] = last.start + last.count - 1, int(self.written[step.rows - 1])
         self.unsettled, first = None, 0
         for part, keep in zip(step.parts, kept, strict=True):
             path = [first + row for row in (range(keep) if isinstance(keep, int) else keep)]
@@ -145,6 +144,8 @@ class FakeShard:
             rows[start : start + len(path)] = self.written[path]
             rows[start + len(path) :] = self.rubbish()
             first += sum(segment.count for segment in part)
+            last = part[-1]
+            self.aside[last.slot] = last.start + last.count - 1, int(self.written[first - 1])
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         return logits_of(hidden, self.spec.vocab_size)

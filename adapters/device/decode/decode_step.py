@@ -114,7 +114,10 @@ class DecodeRunner:
             self.is_abandoned,
             self.follow,
             self.copies,
-            PlaceAlong(self.shard, max(self.buckets), self.slots, self.is_abandoned),
+            PlaceAlong(
+                *(self.shard, max(self.buckets), self.slots, self.is_abandoned),
+                keeps_last_rows=self.proposer is None and not self.shard.states.specs,
+            ),
         )
 
     def close(self) -> None:

@@ -41,7 +41,8 @@ class InFlightStep:
     """A step that the device runs now or will run next.
 
     picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
-    first, because a grammar or penalties of a request ask for it. rows: of the prompts that go along.
+    first, because a grammar or penalties of a request ask for it. rows: of the prompts that go along. first_picks: of
+    the last members, which joined when the forward was launched already. Their last rows were kept (`last_row.py`).
     """
 
     members: Sequence[BatchMember]
@@ -50,6 +51,23 @@ class InFlightStep:
     logits: Tensor
     picking: LaunchedPicks | None
     rows: Sequence[PromptRows] = ()
+    first_picks: LaunchedPicks | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens that are picked for all members: int64 `[R]`, on the device."""
+        assert self.picking is not None
+        return (
+            self.picking.tokens
+            if self.first_picks is None
+            else torch.cat((self.picking.tokens, self.first_picks.tokens))
+        )
+
+    def read_picks(self) -> list[PickResult]:
+        """Return what was picked for each member. Waits for the device."""
+        assert self.picking is not None
+        picked = self.picking.read()
+        return picked if self.first_picks is None else picked + self.first_picks.read()
 
     @property
     def has_own_time(self) -> bool:

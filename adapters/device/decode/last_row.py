@@ -6,6 +6,8 @@ state of this row waits in the slot's state (`SlotState.last_row`). The first de
 step has other requests as well, the row is computed again, since a row more costs nothing there. The core (`states/`)
 knows nothing of this: to it, rows behind the valid ones are garbage.
 
+Prompts that go along with decode steps have this row, too (`kept_rows.py`).
+
 The bits are the same, because a row does not depend on the rows that share its forward. Recurrent layers leave the
 last rows of such a step in their rings (`StateBatch.holds`), so that the last one can be committed later, or never.
 """
@@ -38,17 +40,22 @@ def can_take_last_row(
     6. Beside other requests the row would be computed again, so other models than hybrids do it only for a request that
     is alone. A hybrid must commit per segment.
 
-    `run_prefill` asks only if no draft follows the rows. A prefill that shares its forward with decode steps or other
-    prompts does not ask: it takes no such row.
+    `run_prefill` asks only if no draft follows the rows. A prefill that shares its forward with other prompts, but not
+    with decode steps, takes no such row. With decode steps, `PlaceAlong` decides.
 
     buckets: the largest is a chunk. is_alone: no other request is in a launch.
     """
     stop = effect.stop
     rows = (stop - effect.start) % max(buckets)
-    has_room = rows > 0 and stop % PAGE > 0 and is_row_cheap(buckets, rows)
+    has_room = rows > 0 and has_place_for_last_row(state, stop) and is_row_cheap(buckets, rows)
     # Buckets that are not proven are two at most.
     allowed = shard.states.commits_per_segment if shard.states.specs else is_alone and len(buckets) > 2
-    return shard.launches_ahead and allowed and has_room and stop == len(state.tokens) - 1
+    return shard.launches_ahead and allowed and has_room
+
+
+def has_place_for_last_row(state: SlotState, stop: int) -> bool:
+    """Is the row behind `[0, stop)` that of the prompt's last token, with memory in the page of the row before it?"""
+    return stop == len(state.tokens) - 1 and stop % PAGE > 0
 
 
 def is_row_cheap(buckets: Sequence[int], rows: int) -> bool:
@@ -63,9 +70,14 @@ def is_row_cheap(buckets: Sequence[int], rows: int) -> bool:
 def keep_last_row(shard: Pipeline, buckets: Sequence[int], state: SlotState, step: Step, forward: Forward) -> None:
     """Commit all rows of the step but the last one, and keep what the forward left of that one."""
     shard.commit(step, [step.rows - 1])
-    hidden = forward.hidden.new_zeros(bucket_of(buckets, 1), forward.hidden.shape[1])
-    hidden[0] = forward.hidden[step.rows - 1]
-    state.last_row = (step.segments[0].start + step.rows - 1, hidden)
+    copy_last_row(buckets, state, step.segments[0].start + step.rows - 1, forward.hidden, step.rows - 1)
+
+
+def copy_last_row(buckets: Sequence[int], state: SlotState, position: int, hidden: Tensor, index: int) -> None:
+    """Keep what a forward left of the row of a prompt's last token. index: of that row in `hidden`."""
+    kept = hidden.new_zeros(bucket_of(buckets, 1), hidden.shape[1])
+    kept[0] = hidden[index]
+    state.last_row = (position, kept)
 
 
 def forward_unless_kept(shard: Pipeline, step: Step, tokens: Tensor, state: SlotState | None) -> Forward:

@@ -27,6 +27,7 @@ Invariants:
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
 * Rows of prompts may go along with a step (`prompt_along.py`). Their last ones are reported when they are launched.
+  If the forward has the prompt's very last row, its first decode step joins the step in flight (`kept_rows.py`).
 * If members have ended or joined by then, the rules for copies do not hold any more. Then the step in flight is the
   last one for all members, and the core decides how they go on.
 
@@ -46,6 +47,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.decode.in_flight_step import BatchMember, InFlightStep, append_picks, last_tokens
+from adapters.device.decode.kept_rows import keep_last_rows, pick_from_kept_rows
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.next_steps import make_next_step
 from adapters.device.decode.prompt_along import PlaceAlong, append_tokens, goes_along
@@ -61,7 +63,7 @@ from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.interfaces.step_pacer import StepPacer
 from adapters.models.kernels.step import Forward, Segment, Step
-from effects.all import EffectRequest, Outcome
+from effects.all import EffectRequest
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
@@ -166,15 +168,15 @@ class OverlappedDecode:
             self._commit_rows(running)
             # The rules of what is copied hold for the members that the launch began with.
             ends = batch.serve_and_check_stop() or (has_match and batch.has_changed)
+            joined = [] if has_match else self._begin_members(batch.take_joining(), batch)
+            joining = pick_from_kept_rows(self.shard, self.buckets, running, joined)
             staying = [] if ends else [member for member in running.members if self._may_continue(member)]
             following = None
             if not has_match:
-                joining = self._begin_members(batch.take_joining(), batch)
                 following = self._launch_next(running, staying, joining, batch)
-                self.copies.index_texts((*begun, *joining))  # while the device is at work
+                self.copies.index_texts((*begun, *joined))  # while the device is at work
                 begun = ()
-            assert running.picking is not None
-            picked = running.picking.read()
+            picked = running.read_picks()
             read_ns = time.perf_counter_ns()
             continuing = set() if following is None and not has_match else set(staying)
             took_ns = read_ns - started_ns if running.has_own_time else 0
@@ -199,7 +201,7 @@ class OverlappedDecode:
         members = list[BatchMember]()
         for effect_request in effect_requests:
             if goes_along(effect_request):
-                report_some(batch, self.along.begin(effect_request))
+                batch.report_some(self.along.begin(effect_request))
                 continue
             effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all others are
             state = self.find_ready_slot(effect_request.request, effect)
@@ -240,9 +242,8 @@ class OverlappedDecode:
         staying members get their last outcome with what `running` picks. Without memory, the joining members and a
         prompt that goes along get DeviceFailed.
         """
-        assert running.picking is not None
-        tokens = running.picking.tokens
-        report_some(batch, self.along.drop_abandoned())
+        tokens = running.tokens
+        batch.report_some(self.along.drop_abandoned())
         try:
             if len(staying) < len(running.members):
                 staying_members = set(staying)
@@ -265,13 +266,13 @@ class OverlappedDecode:
 
     def _note_rows(self, step: InFlightStep, batch: RunningBatch) -> InFlightStep:
         """Report the last rows of prompts that go with a step which was just launched. Returns the step."""
-        report_some(batch, self.along.note_launched(step.rows))
+        batch.report_some(self.along.note_launched(step.rows))
         return step
 
     def _report_no_memory(self, members: Sequence[BatchMember], error: Exception, batch: RunningBatch) -> None:
         """Report to these members, and to prompts that go along, that a step could not be launched for them."""
         failures = [(member.request, out_of_memory_failure(error)) for member in members]
-        report_some(batch, [*failures, *self.along.fail(error)])
+        batch.report_some([*failures, *self.along.fail(error)])
 
     def _launch(self, members: Sequence[BatchMember], tokens: Tensor, unread_count: int = 0) -> InFlightStep:
         """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
@@ -291,10 +292,11 @@ class OverlappedDecode:
         state = members[0].state if len(members) == 1 and not unread_count else None
         along = self.along.find_rows(len(members))
         for rows in along:
-            whole = rows.piece.append_to(whole, self.buckets)
+            whole = rows.computed_piece.append_to(whole, self.buckets)
         if along:
             tokens = append_tokens(tokens, along)
         forward = forward_unless_kept(self.shard, whole, tokens, state)
+        keep_last_rows(along, self.buckets, forward.hidden, len(members))
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         logits = self.shard.logits(step, hidden)
         pace_ns = self._pace_ns
@@ -340,9 +342,3 @@ class OverlappedDecode:
             if rows.are_last:
                 request = rows.prompt.effect_request.request
                 self.checkpoints.keep_after_chunk(request, rows.prompt.effect, rows.prompt.state)
-
-
-def report_some(batch: RunningBatch, outcomes: Sequence[tuple[RequestId, Outcome]]) -> None:
-    """Report outcomes of a launch, if there are any."""
-    if outcomes:
-        batch.report_outcomes(outcomes)

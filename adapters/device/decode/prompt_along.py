@@ -6,10 +6,13 @@ need nothing of the step before but that it was launched. So they can go along w
     device:   16 decode rows, prompt rows 0..496 | 16 decode rows, prompt rows 496..992 | 17 decode rows
     host:     launch the second step, report 992 rows | read the first one's picks | launch the third step | ...
 
-The last rows are reported as soon as they are launched. Whatever the lane launches behind them finds them in place, and
+The last rows are reported as soon as they are launched. Whatever the lane launches behind it finds them in place, and
 copies on other streams wait for all that it has launched. So the prompt's first decode step, or its next rows, can go
 with the next step already. The rows of the step in front are covered by that outcome. So rows 0..496 of the example
 have none of their own, although the step that computes them is read later.
+
+If the forward of the last rows has room, it computes the row of the prompt's last token as well. Then the first decode
+step needs no forward (`kept_rows.py`).
 
 Invariants:
 
@@ -33,6 +36,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
+from adapters.device.decode.last_row import has_place_for_last_row
 from adapters.device.decode.prefill import PromptPiece, find_prompt_piece
 from adapters.device.lane.out_of_memory import out_of_memory_failure
 from adapters.device.slots.slot_table import SlotTable
@@ -59,10 +63,20 @@ class PromptAlong:
 
 @frozen(eq=False)
 class PromptRows:
-    """The rows of a prompt that a step computes together with decode rows."""
+    """The rows of a prompt that a step computes together with decode rows.
+
+    has_last_row: behind them the step computes the row of the prompt's last token, which is kept.
+    """
 
     prompt: PromptAlong
     piece: PromptPiece
+    has_last_row: bool = False
+
+    @property
+    def computed_piece(self) -> PromptPiece:
+        """The rows that the step computes."""
+        piece = self.piece
+        return PromptPiece(piece.slot, piece.start, piece.stop + self.has_last_row, piece.state)
 
     @property
     def are_last(self) -> bool:
@@ -85,13 +99,15 @@ class PromptRows:
 class PlaceAlong:
     """The place of the prompts that go along with a launch. Used on the lane.
 
-    chunk: the most rows of a forward. is_abandoned: is a request given up?
+    chunk: the most rows of a forward. is_abandoned: is a request given up? keeps_last_rows: may forwards have the rows
+    of prompts' last tokens? With positional state or a draft they may not, since both would have to take a row back.
     """
 
     shard: Pipeline
     chunk: int
     slots: SlotTable
     is_abandoned: Callable[[RequestId], bool]
+    keeps_last_rows: bool = False
     _prompts: list[PromptAlong] = field(init=False, factory=list[PromptAlong])  # with rows that were not launched yet
 
     def begin(self, effect_request: EffectRequest) -> list[tuple[RequestId, Outcome]]:
@@ -137,7 +153,10 @@ class PlaceAlong:
                 break
             stop = min(prompt.next_row + room, prompt.effect.stop)
             room -= stop - prompt.next_row
-            found.append(PromptRows(prompt, PromptPiece(prompt.effect.slot, prompt.next_row, stop, prompt.state)))
+            has_last_row = self.keeps_last_rows and room > 0 and has_place_for_last_row(prompt.state, stop)
+            room -= has_last_row
+            piece = PromptPiece(prompt.effect.slot, prompt.next_row, stop, prompt.state)
+            found.append(PromptRows(prompt, piece, has_last_row))
         return tuple(found)
 
     def note_launched(self, launched: Sequence[PromptRows]) -> list[tuple[RequestId, Outcome]]:
@@ -172,7 +191,7 @@ class PlaceAlong:
 
 def append_tokens(tokens: Tensor, along: Sequence[PromptRows]) -> Tensor:
     """Return the tokens of a step with those of the rows that go along: int64, on the device of the step's own."""
-    own = torch.tensor([token for rows in along for token in rows.piece.tokens], dtype=torch.int64)
+    own = torch.tensor([token for rows in along for token in rows.computed_piece.tokens], dtype=torch.int64)
     return torch.cat((tokens, own.to(tokens.device, non_blocking=True)))
 
 

@@ -114,6 +114,11 @@ class RunningBatch:
         self.has_changed = self.has_changed or not all(has_more_to_come(outcome) for _, outcome in outcomes)
         self.outcomes.put(outcomes)
 
+    def report_some(self, outcomes: Sequence[RequestOutcome]) -> None:
+        """Report outcomes that belong to no step, if there are any."""
+        if outcomes:
+            self.report_outcomes(outcomes)
+
 
 @define(eq=False)
 class InFlightRequests:

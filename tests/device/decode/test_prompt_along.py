@@ -139,7 +139,7 @@ async def test_the_rows_of_a_prompt_fill_forwards_that_are_launched_one_after_th
     outcomes.submit(*map(decode_step, clients), along(prompt), callers=(*clients, prompt))
     await outcomes.wait_for(prompt, *clients)
     rows = [[segment.count for segment in step.segments if segment.slot == 2] for step in fake_shard.steps[before:]]
-    assert rows[:4] == [[14], [14], [4], []]
+    assert rows[:4] == [[14], [14], [4], []], "the last row of these is not the prompt's"
     assert not any(rows[4:])
     mixed, plain = outcomes.found[clients[0].request][0], outcomes.found[clients[0].request][-1]
     assert plain.ns >= 0
@@ -181,7 +181,7 @@ async def test_prompts_take_the_rows_of_forwards_in_order_and_one_that_joins_fol
     await outcomes.wait_for(*prompts, client)
     steps = fake_shard.steps[before:]
     found = [[(one.slot, one.start, one.count) for one in step.segments[1:]] for step in steps[:3]]
-    assert found == [[(1, 0, 12), (2, 0, 3)], [(2, 3, 6), (3, 0, 7)], []]
+    assert found == [[(1, 0, 13), (2, 0, 2)], [(2, 2, 8), (3, 0, 7)], []], "two with the row of the last token"
     assert [outcomes.found[one.request] for one in (prompts[0], prompts[2])] == [
         [PrefillAdvanced(12)],
         [PrefillAdvanced(7)],
@@ -205,7 +205,7 @@ async def test_one_of_several_prompts_is_given_up_and_the_others_go_along(fake_a
     assert isinstance(failed, DeviceFailed)
     assert failed.kind == "abandoned"
     found = [[(one.slot, one.start, one.count) for one in step.segments[1:]] for step in fake_shard.steps[before:]]
-    assert found[:3] == [[(1, 0, 12), (3, 0, 3)], [(3, 3, 4)], []]
+    assert found[:3] == [[(1, 0, 13), (3, 0, 2)], [(3, 2, 6)], []]
 
 
 async def test_the_last_rows_are_reported_before_their_step_has_been_read(fake_ahead, monkeypatch):

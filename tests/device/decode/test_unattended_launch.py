@@ -259,7 +259,9 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
             await anyio.wait_all_tasks_blocked()
             driver.executor.stop_launch(first.request, StopLaunch())
             held.set()
-    assert [len(client.answer) for client in (first, second, third)] == [2, 2, 1]
+    # Where steps run ahead, the last row of the third prompt was kept. So its first token needs no forward.
+    found = 2 if driver.executor.parts.shard.spec.runs_ahead else 1
+    assert [len(client.answer) for client in (first, second, third)] == [2, 2, found]
 
 
 async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_else(on_fake, monkeypatch):
