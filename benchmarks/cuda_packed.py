@@ -143,18 +143,11 @@ def shown(name: str, found: Mapping[str, Any], plain: float) -> dict[str, Any]:
 
 
 def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
-    found = list[Figure]()
+    """Return the figures of prefill. `benchmarks.packed_served` has those of decoding."""
+    subject = f"{name_shape(shape)}, prefill, of bf16's speed"
     packed = [row for row in rows if row["weights"] != "bf16"]
-    for what, column in (
-        ("decode, of the limit of its bytes", "queued, of the limit"),
-        ("prefill, of bf16's speed", "of bf16's speed"),
-    ):
-        for row in packed:
-            least = 95 if what.startswith("prefill") else GOALS.get(row["weights"])
-            goal = None if least is None else Goal(at_least=least)
-            subject = f"{name_shape(shape)}, {what}"
-            found.append(Figure("packed", subject, row["weights"], "%", 100 * row[column], goal=goal))
-    return found
+    goal = Goal(at_least=95)
+    return [Figure("packed", subject, row["weights"], "%", 100 * row["of bf16's speed"], goal=goal) for row in packed]
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _WIDE_BYTES = 192 << 10  # of shared memory for rows of x in products of many rows
 _ALL = 1 << 16  # rows, more than any step has
 # The most rows that are unpacked in registers, of a chain, of pieces of up to _WIDE_COLUMNS, and of longer ones
-# (decision 071). Formats whose words have scales of their own take more instructions, and E4M3 the most.
+# (decision 071). E4M3 takes more instructions.
 _WIDE_COLUMNS = 4096
-_WIDE_ROWS = {"uint4": (_ALL, _ALL, _ALL), "scale of word": (_ALL, 2048, 1024), "e4m3": (2048, 512, 0)}
+_WIDE_ROWS = {"uint4": (_ALL, _ALL, _ALL), "e4m3": (2048, 512, 0)}
 _WIDE_OUTPUTS = 128  # rows of the weight of a tile
 
 
@@ -40,8 +40,7 @@ def is_unpacked_in_registers(count: int, weight: CudaPackedMatrix, dtype: torch.
     """Return whether products of so many rows are quicker with a weight that is unpacked in registers than with one
     that has been unpacked to memory. Only formats that were measured are.
     """
-    kind = "scale of word" if weight.block_form.has_scale_of_word else weight.layout.steps
-    most = _WIDE_ROWS.get(kind, (0, 0, 0))
+    most = _WIDE_ROWS.get(weight.layout.steps, (0, 0, 0))
     place = 0 if weight.pieces == 1 else 1 if weight.columns <= _WIDE_COLUMNS else 2
     return dtype == torch.bfloat16 and count <= most[place]
 

@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.hopper_merge import are_last
-from adapters.models.kernels.triton.hopper.hopper_packed_wide import HEIGHT, unpack_left
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
+from adapters.models.kernels.triton.hopper.many_rows.left_side import HEIGHT, unpack_left
 from adapters.models.kernels.triton.packed import lanes_of, load_block, locate_piece, restore, store_narrow
 
 

@@ -3,7 +3,7 @@
 The sums are those of `hopper_pieces` and `linear` with unpacked weights: the same pieces of the same numbers, each one
 chain over ascending k in steps of 16. A weight is the tall operand and comes from registers. Each of two consumers has
 64 of its rows. It unpacks a block while the tensor cores multiply the block before. One warp brings rows of x, which
-both consumers read. No weight is unpacked to memory.
+both consumers read. No weight is unpacked to memory. Where each word has a scale, two more warps make the scales.
 
 The compiler may move the unpacking of a block behind the next wait for the tensor cores, and then nothing overlaps. So
 that wait comes after the product of the block, which needs the block's numbers. No product is in flight where a loop
@@ -17,13 +17,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_packed import order_step_columns
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
-from adapters.models.kernels.triton.packed import lanes_of, load_block, locate_piece, restore, store_narrow
-from adapters.models.kernels.triton.packed_numbers import numbers_of, weights_of
-
-HEIGHT = gl.constexpr(64)  # rows of the weight of one consumer
+from adapters.models.kernels.triton.hopper.many_rows.left_side import (
+    HEIGHT,
+    MAKERS,
+    are_scales_made,
+    load_packed,
+    make_scales,
+    open_scales,
+    unpack_block,
+)
+from adapters.models.kernels.triton.packed import lanes_of, locate_piece, restore, store_narrow
 
 
 @gluon.jit
@@ -38,42 +43,6 @@ def _fill(x_desc, ring, come, free, m0, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _add_axis(level, like):
-    """Return both words of a level as those of one block of several, to go with words `like`."""
-    OWN: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, like.type.layout))
-    low, high = level
-    low = gl.convert_layout(low.reshape(like.shape[:3]), OWN, assert_trivial=True)[:, :, :, None, None]
-    high = gl.convert_layout(high.reshape(like.shape[:3]), OWN, assert_trivial=True)[:, :, :, None, None]
-    return low, high
-
-
-@gluon.jit
-def _share_scales(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return what `weights_of` does. Each lane of a row makes the scale of one of its four words."""
-    words, halves = packed
-    first, _ = halves
-    n, _, _ = coordinates
-    words = words.reshape((1, HEIGHT, 1, 4, 4))
-    scale, inner, least, own = first
-    levels = (_add_axis(scale, words), _add_axis(inner, words), _add_axis(least, words), _add_axis(own, words))
-    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
-    c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
-    row, _ = _add_axis((n, n), words)
-    found = numbers_of(words, (levels, levels), c, row, dtype, FORM, True, True)
-    return order_step_columns(found, FORM)
-
-
-@gluon.jit
-def unpack_left(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LEFT: gl.constexpr):
-    """Return a block of the weight as the left side of a product."""
-    if FORM.has_scale_of_word and dtype == gl.bfloat16:
-        found = _share_scales(packed, coordinates, dtype, FORM).reshape((HEIGHT, FORM.block))
-    else:
-        found = weights_of(packed, coordinates, dtype, FORM, True).reshape((HEIGHT, FORM.block))
-    return gl.convert_layout(found, LEFT, assert_trivial=True)
-
-
-@gluon.jit
 def _multiply_blocks(
     low,
     high,
@@ -84,12 +53,15 @@ def _multiply_blocks(
     ring,
     come,
     free,
+    shared,
     blocks,
+    NUMBER: gl.constexpr,
     dtype: gl.constexpr,
     FORM: gl.constexpr,
     MMA: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
+    MADE: gl.constexpr,
 ):
     """Multiply the blocks from `low` to `high`, from zero, PARTS at a time. w: the first of them. held: the packed one
     after it. Returned are the sums, and both of the next blocks.
@@ -106,8 +78,8 @@ def _multiply_blocks(
             if part > 0:
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
                 mbarrier.arrive(free.index((step - 1) % STAGES), count=1)
-            w = unpack_left(held, coordinates, dtype, FORM, LEFT)
-            held = load_block(matrix, coordinates, gl.minimum(step + 2, blocks - 1), blocks, FORM)
+            w = unpack_block(held, coordinates, shared, step + 1, NUMBER, dtype, FORM, LEFT, MADE)
+            held = load_packed(matrix, coordinates, step + 2, blocks, FORM, MADE)
         acc, w = warpgroup_mma_wait(num_outstanding=0, deps=(acc, w))
         mbarrier.arrive(free.index((first + (PARTS - 1)) % STAGES), count=1)
     return acc, w, held
@@ -121,6 +93,7 @@ def _consume(
     ring,
     come,
     free,
+    shared,
     n0,
     m0,
     rows,
@@ -135,6 +108,7 @@ def _consume(
     IN_PIECES: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
+    MADE: gl.constexpr,
 ):
     """Compute consumer NUMBER's rows of the weight. steps: blocks that are multiplied. each: blocks of a piece."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -145,20 +119,22 @@ def _consume(
     own = n0 + NUMBER * HEIGHT
     matrix = (words_ptr, levels_ptr)
     coordinates = locate_piece(own, columns, HEIGHT, LANES)
-    w = unpack_left(load_block(matrix, coordinates, 0, blocks, FORM), coordinates, dtype, FORM, LEFT)
-    held = load_block(matrix, coordinates, gl.minimum(1, blocks - 1), blocks, FORM)
+    held = load_packed(matrix, coordinates, 0, blocks, FORM, MADE)
+    w = unpack_block(held, coordinates, shared, 0, NUMBER, dtype, FORM, LEFT, MADE)
+    held = load_packed(matrix, coordinates, 1, blocks, FORM, MADE)
     if IN_PIECES:
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
         for first in range(0, steps, each):
             acc, w, held = _multiply_blocks(
-                first, gl.minimum(first + each, steps), w, held, matrix, coordinates, ring, come, free, blocks,
-                dtype, FORM, MMA, STAGES, PARTS,
+                first, gl.minimum(first + each, steps), w, held, matrix, coordinates, ring, come, free, shared, blocks,
+                NUMBER, dtype, FORM, MMA, STAGES, PARTS, MADE,
             )  # fmt: skip
             total = total + acc
     else:
         total, w, held = _multiply_blocks(
-            0, steps, w, held, matrix, coordinates, ring, come, free, blocks, dtype, FORM, MMA, STAGES, PARTS
-        )
+            0, steps, w, held, matrix, coordinates, ring, come, free, shared, blocks, NUMBER, dtype, FORM, MMA, STAGES,
+            PARTS, MADE,
+        )  # fmt: skip
     PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     out = gl.convert_layout(restore(total, dtype, FORM).to(dtype), PAIRS)  # gates round their inputs like this as well
     store_narrow(out, out_ptr, own, m0, rows, columns, stride, dtype, GATED)
@@ -201,28 +177,57 @@ def packed_wide(
     ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, FORM.block], x_desc.layout)
     come = make_barriers(STAGES, 1)
     free = make_barriers(STAGES, 2)
+    MADE: gl.constexpr = are_scales_made(FORM, x_desc.dtype)
+    shared = open_scales(MADE)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    if MADE:
+        gl.warp_specialize(
+            [
                 (
-                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, steps, each,
-                    stride, 0, FORM, GATED, IN_PIECES, STAGES, PARTS,
+                    _consume,
+                    (
+                        words_ptr, levels_ptr, out_ptr, ring, come, free, shared, n0, m0, rows, columns, blocks, steps,
+                        each, stride, 0, FORM, GATED, IN_PIECES, STAGES, PARTS, MADE,
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    words_ptr, levels_ptr, out_ptr, ring, come, free, n0, m0, rows, columns, blocks, steps, each,
-                    stride, 1, FORM, GATED, IN_PIECES, STAGES, PARTS,
+                    _consume,
+                    (
+                        words_ptr, levels_ptr, out_ptr, ring, come, free, shared, n0, m0, rows, columns, blocks, steps,
+                        each, stride, 1, FORM, GATED, IN_PIECES, STAGES, PARTS, MADE,
+                    ),
                 ),
-            ),
-            (_fill, (x_desc, ring, come, free, m0, steps, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+                (
+                    make_scales,
+                    (levels_ptr, shared[0], shared[1], shared[2], n0, columns, blocks, steps, FORM),
+                ),
+                (_fill, (x_desc, ring, come, free, m0, steps, STAGES)),
+            ],
+            [4, MAKERS, 1],
+            [232, 40, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        words_ptr, levels_ptr, out_ptr, ring, come, free, shared, n0, m0, rows, columns, blocks, steps,
+                        each, stride, 0, FORM, GATED, IN_PIECES, STAGES, PARTS, MADE,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        words_ptr, levels_ptr, out_ptr, ring, come, free, shared, n0, m0, rows, columns, blocks, steps,
+                        each, stride, 1, FORM, GATED, IN_PIECES, STAGES, PARTS, MADE,
+                    ),
+                ),
+                (_fill, (x_desc, ring, come, free, m0, steps, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
