@@ -44,7 +44,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
 from adapters.models.kernels.interfaces.fused_layers import FusedLayers
 from adapters.models.kernels.interfaces.layer_interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.interfaces.row_kernels import NormedRows
+from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import rows
@@ -65,7 +65,7 @@ class TritonKernels:
     """`Kernels` for one CUDA device.
 
     pdl: let a kernel start while the one before it drains; the default is wherever the device can. Bits are the same
-    either way. traits: of the device; the default is to ask it.
+    either way. traits: of the device; the default is to ask it. sums_late: see `experts_late`.
     """
 
     device: torch.device
@@ -76,6 +76,7 @@ class TritonKernels:
     grouped_experts: CudaExperts = field(init=False)
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
+    sums_late: bool = field(init=False)
 
     name = "triton-5"
     kv_tile = KV_TILE
@@ -93,6 +94,7 @@ class TritonKernels:
         traits = self.traits
         can = traits.capability
         self.pdl = can.overlaps_launches if self.pdl is None else self.pdl
+        self.sums_late = can.has_hopper_kernels
         self.delta = CudaDelta(self.device, self.pdl, can.has_hopper_kernels)
         own = (traits.processors, traits.shared, self.pdl)
         self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
@@ -185,18 +187,24 @@ class TritonKernels:
         """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
         each = experts.each
         if isinstance(each, StackedExperts):
-            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding)
+            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding).compute()
         self.stop_recording()
         weights = each.stacked.weights if isinstance(each, ChosenExperts) else None
         if weights is not None and can_be_grouped(weights) and weights.down_bias is None:
-            return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding)
+            return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding).compute()
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
+
+    def experts_late(self, x: Tensor, experts: Experts, batch: Batch) -> Delta:
+        """Do what `experts` does. Few rows are added up with the next norm: a program for a whole row has no others."""
+        if not self.sums_late or len(x) > NARROW or not isinstance(experts.each, StackedExperts):
+            return self.experts(x, experts, batch)
+        return self.grouped_experts.run_experts(self, x, experts, experts.each.weights, batch)
 
     def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)
 
     def add_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
+        self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
         return add_norm(residual, delta, weight, eps, bias=bias, pdl=self.pdl)
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from attrs import frozen
 from torch import Tensor
+
+
+class LateRows(Protocol):
+    """Rows `[R, D]` that kernels may compute while they add them to the residual stream."""
+
+    def compute(self) -> Tensor: ...
+
+
+Delta: TypeAlias = Tensor | LateRows
 
 
 @frozen(eq=False)
@@ -32,7 +41,7 @@ class RowKernels(Protocol):
         ...
 
     def add_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
+        self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
         """Add delta to residual `[R, D]` in place and return the RMSNorm of the sum, a new `[R, D]`.
 
