@@ -24,7 +24,16 @@ from adapters.models.kernels.cuda.descriptors import (
     page_size,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
-from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, CODE_KINDS, CODED_ROWS, HopperSplits
+from adapters.models.kernels.cuda.split_attention import (
+    ALONE_HEADS,
+    CODE_KINDS,
+    CODED_ROWS,
+    LOG2_E,
+    ROW_WINDOW,
+    WINDOW_HEADS,
+    HopperSplits,
+    attend_row_window,
+)
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
@@ -49,7 +58,6 @@ from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
-LOG2_E = 1.4426950408889634
 
 
 @define(eq=False)
@@ -102,6 +110,9 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         can_split = is_usual and not chained
+        sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
+        if can_split and self._is_row_of_window(q, k_cache, batch, rule):
+            return attend_row_window(q, (k_cache, v_cache), batch, rule, sinks, self.pdl).view(bucket, -1)
         alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
         ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
         if ahead:
@@ -112,7 +123,6 @@ class CudaAttention:
         limit = len(tiles)
         page = page_size(k_cache, batch)
         shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT, "PAGE": page}
-        sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}
         scale = head**-0.5 * LOG2_E
@@ -155,6 +165,11 @@ class CudaAttention:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
+
+    def _is_row_of_window(self, q: Tensor, k_cache: Tensor, batch: Batch, rule: AttentionRule) -> bool:
+        """Return whether a step has one row, and a program of its key heads has room for the whole window."""
+        is_narrow = len(q) == 1 and 0 < rule.window <= ROW_WINDOW
+        return is_narrow and batch.plan.merges and self._can_run_ahead(q, k_cache, WINDOW_HEADS)
 
     def _can_be_alone(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves rows that are alone in their slots."""
