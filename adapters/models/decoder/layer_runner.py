@@ -34,7 +34,7 @@ from adapters.models.decoder.layers.recurrent_layer import DeltaLayer
 from adapters.models.decoder.layers.tree_attention import TreeGroups
 from adapters.models.decoder.shard import FindCaches, PositionalStates, ShardSpec
 from adapters.models.kernels.interfaces.layer_interface import Kernels
-from adapters.models.kernels.interfaces.row_kernels import Delta
+from adapters.models.kernels.interfaces.row_kernels import Delta, add_delta
 from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.step_batch import Batch
 
@@ -112,7 +112,7 @@ class LayerRunner:
         """Run the layers behind the cut `before`."""
         delta = self._run_span(buffers, tree, skipped, before=before, stop=self.spec.layers.stop, early=early)
         if delta is not None:
-            buffers.hidden.add_(delta if isinstance(delta, Tensor) else delta.compute())
+            add_delta(buffers.hidden, delta)
 
     def _run_span(
         self,
@@ -144,7 +144,7 @@ class LayerRunner:
                 delta = self.run_layer(number, buffers, delta, tree, stops=stops)
             elif whole is not None:
                 if delta is not None:
-                    residual.add_(delta if isinstance(delta, Tensor) else delta.compute())
+                    add_delta(residual, delta)
                 delta = None
                 whole.run(residual, buffers.batch, stops=stops)
             number = end

@@ -48,7 +48,7 @@ def test_a_row_of_a_window_has_the_bits_of_its_splits(windows, case):
         windows.attend_window, (kv,), position + 1, Pointer(q),
         *(Descriptor(one.view(-1, head), (TILE, head)) for one in caches), Pointer(torch.tensor([slot])),
         Pointer(torch.tensor([position])), Pointer(table), Pointer(out), Pointer(sinks), capacity, scale,
-        HEADS=kv * group, KV=kv, GROUP=group, SPLIT=SPLIT, TILES=3, PAGE=page, WINDOW=window, SINKS=has_sinks,
+        KV=kv, GROUP=group, SPLIT=SPLIT, TILES=3, PAGE=page, WINDOW=window, SINKS=has_sinks,
         PDL=True, num_warps=4,
     )  # fmt: skip
     if position < 0:

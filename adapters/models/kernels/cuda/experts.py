@@ -31,7 +31,7 @@ from adapters.models.kernels.cuda.packed_groups import (
     deal_pairs,
     multiply_packed_groups,
 )
-from adapters.models.kernels.cuda.row_launches import ExpertSums, apply_gate
+from adapters.models.kernels.cuda.row_launches import apply_gate
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
     ChosenExperts,
@@ -70,8 +70,8 @@ class CudaExperts:
         weights: GatedWeights,
         batch: Batch,
         deciding: Tensor | None = None,
-    ) -> ExpertSums:
-        """Run x through a layer of experts. What they return must still be added up.
+    ) -> Tensor:
+        """Run x through a layer of experts.
 
         weights: of all slots, one behind the other, in `[slots, N, K]`. Where they have biases, a slot is the number
         of an expert. deciding: what the router reads in place of x.
@@ -97,8 +97,29 @@ class CudaExperts:
             else:
                 dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
             self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
-        shared = None if experts.shared is None else run_feed_forward(kernels, x, experts.shared)
-        return ExpertSums(made, chosen, shares, weights.down_bias, shared, batch.positions, self.pdl)
+        own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
+        out = torch.empty_like(x)
+        block = min(1024, triton.next_power_of_2(x.shape[1]))
+        launch(
+            programs.add_up,
+            (rows, triton.cdiv(x.shape[1], block)),
+            made,
+            made if weights.down_bias is None else weights.down_bias,
+            chosen,
+            shares,
+            own,
+            batch.positions,
+            out,
+            x.shape[1],
+            ACTIVE=shape.chosen,
+            RANKS=shares.shape[1],
+            SHARED=bool(shape.shared),
+            BIASED=weights.down_bias is not None,
+            BLOCK=block,
+            enable_fp_fusion=False,
+            **launch_options(4, self.pdl),
+        )
+        return out
 
     def choose_tile(self, weight: Any, pairs: int, count: int) -> GroupTile | PackedGroupTile:
         """Choose the tile of a product with the weights of all experts, packed or not."""

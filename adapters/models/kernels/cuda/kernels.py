@@ -27,6 +27,7 @@ from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.row_launches import add_norm, add_normed, apply_gate
+from adapters.models.kernels.cuda.rows.row_experts import RowExperts
 from adapters.models.kernels.cuda.step_tiles import StepTiles
 from adapters.models.kernels.cuda.tiles import KV_TILE, choose_piece, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
@@ -65,7 +66,7 @@ class TritonKernels:
     """`Kernels` for one CUDA device.
 
     pdl: let a kernel start while the one before it drains; the default is wherever the device can. Bits are the same
-    either way. traits: of the device; the default is to ask it. sums_late: see `experts_late`.
+    either way. traits: of the device; the default is to ask it.
     """
 
     device: torch.device
@@ -76,7 +77,7 @@ class TritonKernels:
     grouped_experts: CudaExperts = field(init=False)
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
-    sums_late: bool = field(init=False)
+    _row_experts: RowExperts = field(init=False)
 
     name = "triton-5"
     kv_tile = KV_TILE
@@ -94,13 +95,13 @@ class TritonKernels:
         traits = self.traits
         can = traits.capability
         self.pdl = can.overlaps_launches if self.pdl is None else self.pdl
-        self.sums_late = can.has_hopper_kernels
         self.delta = CudaDelta(self.device, self.pdl, can.has_hopper_kernels)
         own = (traits.processors, traits.shared, self.pdl)
         self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
         self.products = CudaProducts(*own, can.has_hopper_kernels, can.takes_plain_pointers)
         self._packing = CudaPacking(self.device, *own, can.converts_e4m3, can.has_hopper_kernels)
         self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers, can.has_hopper_kernels)
+        self._row_experts = RowExperts(*own, can.has_hopper_kernels)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:
@@ -187,18 +188,17 @@ class TritonKernels:
         """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
         each = experts.each
         if isinstance(each, StackedExperts):
-            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding).compute()
+            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding)
         self.stop_recording()
         weights = each.stacked.weights if isinstance(each, ChosenExperts) else None
         if weights is not None and can_be_grouped(weights) and weights.down_bias is None:
-            return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding).compute()
+            return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
     def experts_late(self, x: Tensor, experts: Experts, batch: Batch) -> Delta:
-        """Do what `experts` does. Few rows are added up with the next norm: a program for a whole row has no others."""
-        if not self.sums_late or len(x) > NARROW or not isinstance(experts.each, StackedExperts):
-            return self.experts(x, experts, batch)
-        return self.grouped_experts.run_experts(self, x, experts, experts.each.weights, batch)
+        if self._row_experts.are_served(x, experts):
+            return self._row_experts.run(self, x, experts, batch)
+        return self.experts(x, experts, batch)
 
     def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)

@@ -1,17 +1,16 @@
-"""Launches of operations on single rows on a CUDA device: norms and the sums around them, of experts too, and gates."""
+"""Launches of operations on single rows on a CUDA device: norms and the sums around them, and gates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels import composed_operations
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.rows.row_sums import RowSums
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.triton import experts, rows
@@ -20,82 +19,13 @@ from adapters.models.kernels.triton_launch import launch
 _MOST_NORMS = 3  # of a sum in one launch
 
 
-@frozen(eq=False)
-class ExpertSums:
-    """Results of the experts of rows, `made` `[R * chosen, D]`, and what belongs to their weighted sum.
-
-    chosen: int32 `[R, k]`. shares: float32, see `CudaExperts.choose_experts`. bias: of all experts, `[E, D]`. shared:
-    `[R, D]`, the results of the shared expert. positions: those of padded rows are negative.
-    """
-
-    made: Tensor
-    chosen: Tensor
-    shares: Tensor
-    bias: Tensor | None
-    shared: Tensor | None
-    positions: Tensor
-    pdl: bool | None
-
-    @property
-    def _arguments(self) -> tuple[Tensor, ...]:
-        bias, shared = (self.made if one is None else one for one in (self.bias, self.shared))  # never read without
-        return self.made, bias, self.chosen, self.shares, shared, self.positions
-
-    @property
-    def _constants(self) -> dict[str, Any]:
-        return {
-            "ACTIVE": self.chosen.shape[1],
-            "RANKS": self.shares.shape[1],
-            "SHARED": self.shared is not None,
-            "BIASED": self.bias is not None,
-        }
-
-    def compute(self) -> Tensor:
-        """Add up. Padded rows become zeros."""
-        width = self.made.shape[1]
-        out = self.made.new_empty(len(self.chosen), width)
-        block = min(1024, round_up_to_power(width))
-        launch(
-            experts.add_up,
-            (len(out), count_parts(width, block)),
-            *self._arguments,
-            out,
-            width,
-            **self._constants,
-            BLOCK=block,
-            enable_fp_fusion=False,
-            **launch_options(4, self.pdl),
-        )
-        return out
-
-    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Do what `add_norm` does with the sum."""
-        out = residual.new_empty(residual.shape)
-        count, width = residual.shape
-        block = round_up_to_power(width)
-        launch(
-            experts.add_up_and_norm,
-            (count,),
-            *self._arguments,
-            residual,
-            weight,
-            out,
-            width,
-            eps,
-            **self._constants,
-            WIDE=weight.dtype != residual.dtype,
-            BLOCK=block,
-            **launch_options(4 if block <= 2048 else 8, self.pdl),
-        )
-        return out
-
-
 def add_norm(
     residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None, pdl: bool | None
 ) -> Tensor:
-    if isinstance(delta, ExpertSums) and bias is None:
+    if isinstance(delta, RowSums):
+        assert bias is None, "the sum over experts has biases of its own"
         return delta.add_norm(residual, weight, eps)
-    delta = delta if delta is None or isinstance(delta, Tensor) else delta.compute()
+    assert delta is None or isinstance(delta, Tensor)
     out = residual.new_empty(residual.shape)
     count, width = residual.shape
     block = round_up_to_power(width)

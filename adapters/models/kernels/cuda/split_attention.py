@@ -179,7 +179,6 @@ def attend_row_window(
         sinks,
         capacity,
         head**-0.5 * LOG2_E,
-        HEADS=heads,
         KV=kv,
         GROUP=heads // kv,
         SPLIT=SPLIT,

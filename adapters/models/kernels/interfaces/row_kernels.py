@@ -10,12 +10,22 @@ from torch import Tensor
 
 
 class LateRows(Protocol):
-    """Rows `[R, D]` that kernels may compute while they add them to the residual stream."""
+    """Rows `[R, D]` that kernels compute only when they add them to the residual stream."""
 
-    def compute(self) -> Tensor: ...
+    def add_to(self, residual: Tensor) -> None:
+        """Add the rows to residual `[R, D]` in place."""
+        ...
 
 
-Delta: TypeAlias = Tensor | LateRows
+Delta: TypeAlias = Tensor | LateRows  # what must be added to the residual stream
+
+
+def add_delta(residual: Tensor, delta: Delta) -> None:
+    """Add delta to residual `[R, D]` in place."""
+    if isinstance(delta, Tensor):
+        residual.add_(delta)
+    else:
+        delta.add_to(residual)
 
 
 @frozen(eq=False)

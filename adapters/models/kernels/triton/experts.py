@@ -15,10 +15,52 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import apply_gate, load_tile
-from adapters.models.kernels.triton.rows import norm_row
 
 # Below every key of a choice.
 TAKEN = tl.constexpr(-(1 << 62))
+
+
+@triton.jit
+def rank_experts(
+    logits,
+    scales,
+    COUNT: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`."""
+    e = tl.arange(0, EXPERTS)
+    rank = tl.arange(0, RANKS)
+    if SCALED:
+        factors = tl.zeros((RANKS,), tl.float32) + 1.0
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
+    keys = tl.where(e < COUNT, keys, TAKEN)
+    peak = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - peak), 0)
+    chosen = tl.zeros((RANKS,), tl.int32)
+    weights = tl.zeros((RANKS,), tl.float32)
+    added = 0.0
+    for r in tl.static_range(ACTIVE):
+        best = tl.max(keys, 0)
+        if SCALED:
+            factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
+        keys = tl.where(keys == best, TAKEN, keys)
+        number = (-best) & 0xFFFF
+        ordered = ((best + number) >> 16).to(tl.int32)
+        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        weight = tl.exp(logit - peak) / total
+        added = added + weight
+        chosen = tl.where(rank == r, number.to(tl.int32), chosen)
+        weights = tl.where(rank == r, weight, weights)
+    if NORMED:
+        weights = weights / added
+    if SCALED:
+        weights = weights * factors
+    return chosen, weights
 
 
 @triton.jit
@@ -54,39 +96,16 @@ def choose(
     real = tl.load(positions_ptr + row) >= 0
     if BIASED:
         bias = tl.load(bias_ptr + e, e < COUNT, 0.0)
+    scales = tl.zeros((EXPERTS,), tl.float32)  # never read without
     if SCALED:
         scales = tl.load(scales_ptr + e, e < COUNT, 1.0)
-        factors = tl.zeros((RANKS,), tl.float32) + 1.0
     if PDL:
         gdc_wait()
     routed: tl.constexpr = COUNT + (1 if SHARED else 0)
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
     if BIASED:
         logits = logits + bias
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
-    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
-    keys = tl.where(e < COUNT, keys, TAKEN)
-    peak = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - peak), 0)
-    chosen = tl.zeros((RANKS,), tl.int32)
-    weights = tl.zeros((RANKS,), tl.float32)
-    added = 0.0
-    for r in tl.static_range(ACTIVE):
-        best = tl.max(keys, 0)
-        if SCALED:
-            factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
-        keys = tl.where(keys == best, TAKEN, keys)
-        number = (-best) & 0xFFFF
-        ordered = ((best + number) >> 16).to(tl.int32)
-        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        weight = tl.exp(logit - peak) / total
-        added = added + weight
-        chosen = tl.where(rank == r, number.to(tl.int32), chosen)
-        weights = tl.where(rank == r, weight, weights)
-    if NORMED:
-        weights = weights / added
-    if SCALED:
-        weights = weights * factors
+    chosen, weights = rank_experts(logits, scales, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED)
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)
@@ -319,67 +338,3 @@ def add_up(
             own = tl.load(shared_ptr + row * width + d, inside, 0.0).to(tl.float32)
             total = total + own * shares[ACTIVE]
     tl.store(out_ptr + row * width + d, total.to(out_ptr.dtype.element_ty), inside)
-
-
-@triton.jit
-def _multiply_alone(a, b):
-    """Return a * b, which no sum behind it may be fused with."""
-    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def add_up_and_norm(
-    made_ptr,
-    bias_ptr,
-    chosen_ptr,
-    weights_ptr,
-    shared_ptr,
-    positions_ptr,
-    residual_ptr,
-    norm_ptr,
-    out_ptr,
-    width,
-    eps,
-    ACTIVE: tl.constexpr,
-    RANKS: tl.constexpr,
-    SHARED: tl.constexpr,
-    BIASED: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Do what `add_up` does, and `rows.add_norm` with its result. One program, one row.
-
-    Products with weights are fused with sums in a norm, but not in the sum over experts.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK)
-    inside = d < width
-    real = tl.load(positions_ptr + row) >= 0
-    weight = tl.load(norm_ptr + d, inside, 0.0).to(tl.float32)
-    shares = ()
-    biases = ()
-    for r in tl.static_range(ACTIVE + (1 if SHARED else 0)):
-        shares = shares + (tl.load(weights_ptr + row * RANKS + r),)  # noqa: RUF005 - Triton knows no other way
-    if BIASED:
-        for r in tl.static_range(ACTIVE):
-            own = tl.load(chosen_ptr + row * ACTIVE + r, real, 0).to(tl.int64) * width
-            biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
-    if PDL:
-        gdc_wait()
-    x = tl.load(residual_ptr + row * width + d, inside, 0.0)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for r in tl.static_range(ACTIVE):
-        made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside & real, 0.0).to(tl.float32)
-        if BIASED:
-            made = (made + biases[r]).to(dtype).to(tl.float32)
-        total += _multiply_alone(made, shares[r])
-    if SHARED:
-        own = tl.load(shared_ptr + row * width + d, inside & real, 0.0).to(tl.float32)
-        total += _multiply_alone(own, shares[ACTIVE])
-    x = (x.to(tl.float32) + tl.where(real, total, 0.0).to(dtype).to(tl.float32)).to(dtype)
-    tl.store(residual_ptr + row * width + d, x, inside)
-    tl.store(out_ptr + row * width + d, norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)

@@ -45,7 +45,6 @@ def attend_window(
     sinks_ptr,
     capacity,
     scale,
-    HEADS: gl.constexpr,
     KV: gl.constexpr,
     GROUP: gl.constexpr,
     SPLIT: gl.constexpr,
