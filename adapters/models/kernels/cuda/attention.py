@@ -110,9 +110,8 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         can_split = is_usual and not chained
-        sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         if can_split and self._is_row_of_window(q, k_cache, batch, rule):
-            return attend_row_window(q, (k_cache, v_cache), batch, rule, sinks, self.pdl).view(bucket, -1)
+            return attend_row_window(q, (k_cache, v_cache), batch, rule, self.pdl).view(bucket, -1)
         alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
         ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
         if ahead:
@@ -123,6 +122,7 @@ class CudaAttention:
         limit = len(tiles)
         page = page_size(k_cache, batch)
         shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT, "PAGE": page}
+        sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}
         scale = head**-0.5 * LOG2_E

@@ -161,9 +161,9 @@ class HopperSplits:
 
 
 def attend_row_window(
-    q: Tensor, caches: tuple[Tensor, Tensor], batch: Batch, rule: AttentionRule, sinks: Tensor, pdl: bool | None
+    q: Tensor, caches: tuple[Tensor, Tensor], batch: Batch, rule: AttentionRule, pdl: bool | None
 ) -> Tensor:
-    """Attend with the one row of a step to a window of up to `ROW_WINDOW` keys. sinks: never read if there are none."""
+    """Attend with the one row of a step to a window of up to `ROW_WINDOW` keys."""
     out = torch.empty_like(q)
     _, heads, head = q.shape
     _, kv, capacity = cache_sizes(caches[0], batch)
@@ -176,7 +176,7 @@ def attend_row_window(
         batch.positions,
         batch.positions if batch.pages is None else batch.pages,  # never read without
         out,
-        sinks,
+        q if rule.sinks is None else rule.sinks,  # never read without
         capacity,
         head**-0.5 * LOG2_E,
         KV=kv,

@@ -6,8 +6,6 @@ first product is followed by its gate, and the sum is left to the next norm.
 
 from __future__ import annotations
 
-from typing import Any
-
 from attrs import define
 from torch import Tensor
 

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.rows.wanted_experts import find_wanted, pick_expert
 from adapters.models.kernels.triton.packed import add_pieces, apply_gate, fetch_x, lanes_of, load_levels
-from adapters.models.kernels.triton.packed_groups import _keep_order
+from adapters.models.kernels.triton.packed_groups import keep_order
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
 ROWS = 16  # of the weight, in a unit
@@ -63,7 +63,7 @@ def _gate_pairs(total, bias_ptr, COLUMNS: gl.constexpr, GATE: gl.constexpr, dtyp
 
 
 @gluon.jit
-def multiply_row(
+def multiply_row(  # noqa: C901, PLR0912 - branches of constants
     words_ptr,
     levels_ptr,
     x_ptr,
@@ -154,7 +154,7 @@ def multiply_row(
             for step in gl.static_range(EACH):
                 w = gl.convert_layout(weights_of(held[step], (i, t, c), dtype, FORM, True), LEFT, assert_trivial=True)
                 coming = coming + (_request(matrix, following, place, step, BLOCKS, EACH, FORM),)  # noqa: RUF005
-                _keep_order(unit)
+                keep_order(unit)
                 acc = mma_v2(w, ring.index(step).permute((0, 2, 1)).load(RIGHT), acc)
             held = coming
             total = add_pieces(acc, num_warps)
