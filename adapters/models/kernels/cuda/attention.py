@@ -120,8 +120,14 @@ class CudaAttention:
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
-        page = page_size(k_cache, batch)
-        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT, "PAGE": page}
+        shape = {
+            "HEADS": heads,
+            "KV": kv,
+            "GROUP": heads // kv,
+            "PADDED": padded,
+            "SPLIT": SPLIT,
+            "PAGE": page_size(k_cache, batch),
+        }
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}

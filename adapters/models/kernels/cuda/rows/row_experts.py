@@ -39,7 +39,8 @@ class RowExperts:
 
     def are_served(self, x: Tensor, experts: Experts) -> bool:
         """Return whether these experts are served, for a step of such rows."""
-        shape, each = experts.shape, experts.each
+        shape = experts.shape
+        each = experts.each
         if not self.hopper or len(x) != 1 or not isinstance(each, StackedExperts):
             return False
         has_choice = type(shape) is BiasedExpertsShape and shape.is_normalized and shape.count <= MOST_EXPERTS
@@ -60,10 +61,13 @@ class RowExperts:
 
     def run(self, kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch) -> RowSums:
         """Run a row through a layer of experts that `are_served`. What they return must still be added up."""
-        shape, each, correction = experts.shape, experts.each, experts.correction
+        shape = experts.shape
+        each = experts.each
+        correction = experts.correction
         assert isinstance(each, StackedExperts)
         weights = each.weights
-        gates, downs = find_only_part(weights.gate_up), find_only_part(weights.down)
+        gates = find_only_part(weights.gate_up)
+        downs = find_only_part(weights.down)
         assert gates is not None
         assert downs is not None
         assert correction is not None
@@ -89,7 +93,8 @@ class RowExperts:
         gate: int,
     ) -> None:
         """Multiply a row with the weights of its experts. bias: of gates; never read without. gate: of `GATES`."""
-        shape, tile = experts.shape, self._choose_tile(weight, experts)
+        shape = experts.shape
+        tile = self._choose_tile(weight, experts)
         units = shape.chosen * (weight.outputs // ROWS)
         launch(
             multiply_row,

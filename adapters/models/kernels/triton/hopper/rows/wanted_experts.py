@@ -15,7 +15,8 @@ MOST_EXPERTS = 32  # one for each lane
 @gluon.constexpr_function
 def _write_text(count, active):
     """Return the instructions that find the `active` experts that are wanted most out of `count`."""
-    logits, correction = f"${active}", f"${active + 1}"
+    logits = f"${active}"
+    correction = f"${active + 1}"
     text = f"""{{
         .reg .b32 lane, key, best, votes, sign;
         .reg .b16 half;

@@ -99,8 +99,12 @@ def attend_window(
     no_values = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
     no_peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
     no_total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
-    all_acc, all_peak, all_total = no_values, no_peak, no_total
-    acc, peak, total = no_values, no_peak, no_total
+    all_acc = no_values
+    all_peak = no_peak
+    all_total = no_total
+    acc = no_values
+    peak = no_peak
+    total = no_total
     lowest = _lowest_key(position, WINDOW)
     for number in range(tiles):
         key0 = (low + number) * BLOCK_N
@@ -119,7 +123,9 @@ def attend_window(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if (number == newest) | ((key0 + BLOCK_N) % SPLIT == 0):
             all_acc, all_peak, all_total = _fold(all_acc, acc, peak, total, all_peak, all_total)
-            acc, peak, total = no_values, no_peak, no_total
+            acc = no_values
+            peak = no_peak
+            total = no_total
     peaks = gl.convert_layout(all_peak, gl.SliceLayout(1, OUT))
     totals = gl.convert_layout(all_total, gl.SliceLayout(1, OUT))
     if SINKS:  # one more key, whose value is zero
