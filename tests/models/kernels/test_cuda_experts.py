@@ -133,23 +133,6 @@ def test_it_is_what_experts_make_one_by_one(shape, hidden, dtype):
     assert (found - expected).abs().max() <= max(2 * torch.finfo(dtype).eps, 2e-6) * expected.abs().max()
 
 
-@pytest.mark.parametrize(("shape", "hidden"), SHAPES.values(), ids=SHAPES)
-def test_a_norm_adds_up_experts_as_they_are_without_it(shape, hidden, dtype):
-    layer = Layer(shape, hidden, dtype)
-    kernels = layer.kernels
-    for bucket, at, count in ((1, 9, 1), (4, 20, 3), (64, 0, 60)):
-        x = torch.nn.functional.pad(layer.x[at : at + count], (0, 0, 0, bucket - count), value=torch.nan)
-        batch = batch_of(bucket, count)
-        for weight in (layer.x[5], layer.x[6].float()):
-            residuals = [layer.x[at + 100 : at + 100 + bucket].clone() for _ in range(2)]
-            late = kernels.experts_late(x, layer.experts, batch)
-            assert isinstance(late, Tensor) is not kernels.sums_late
-            found = kernels.add_norm(residuals[0], late, weight, 1e-5)
-            expected = kernels.add_norm(residuals[1], kernels.experts(x, layer.experts, batch), weight, 1e-5)
-            assert same_bits(found, expected)
-            assert same_bits(*residuals)
-
-
 @pytest.mark.parametrize("count", [11, 128])
 def test_rows_choose_as_they_do_on_a_cpu(count):
     shape = ExpertsShape(count, 8, 8, is_normalized=True, shared=1)

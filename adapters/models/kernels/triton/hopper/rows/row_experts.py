@@ -63,7 +63,7 @@ def _gate_pairs(total, bias_ptr, COLUMNS: gl.constexpr, GATE: gl.constexpr, dtyp
 
 
 @gluon.jit
-def multiply_row(  # noqa: C901, PLR0912 - branches of constants
+def multiply_row(
     words_ptr,
     levels_ptr,
     x_ptr,
@@ -122,11 +122,8 @@ def multiply_row(  # noqa: C901, PLR0912 - branches of constants
     before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (EACH * BLOCK)
     begin = gl.program_id(0) * (TILES * ACROSS) // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * (TILES * ACROSS) // gl.num_programs(0)
-    if GATE:
-        if PDL:
-            gdc_wait()
-        for stage in gl.static_range(EACH):
-            fetch_x(x_ptr, ring, (m * 0, m < 1, before, k), stage, EACH, DEPTH, BLOCK)
+    if PDL and GATE:
+        gdc_wait()
     wanted = find_wanted(logits_ptr, correction_ptr, EXPERTS, TILES)
     for tile in range(begin // ACROSS, gl.cdiv(end, ACROSS)):
         expert = pick_expert(wanted, tile, TILES).to(gl.int64)
@@ -138,14 +135,15 @@ def multiply_row(  # noqa: C901, PLR0912 - branches of constants
             held = held + (_request(matrix, start * SIDES, place, step, BLOCKS, EACH, FORM),)  # noqa: RUF005
         if PDL:
             gdc_launch_dependents()
-        if not GATE:
-            if PDL:
+            if not GATE:
                 gdc_wait()
+        if (tile == begin // ACROSS) | (not GATE):
+            row = 0 if GATE else tile
             program_barrier()  # all warps have read the row of the tile before
             for stage in gl.static_range(EACH):
-                fetch_x(x_ptr, ring, (m * 0 + tile, m < 1, before, k), stage, EACH, DEPTH, BLOCK)
-        async_copy.wait_group(0)
-        program_barrier()
+                fetch_x(x_ptr, ring, (m * 0 + row, m < 1, before, k), stage, EACH, DEPTH, BLOCK)
+            async_copy.wait_group(0)
+            program_barrier()
         for unit in range(start, stop):
             acc = gl.zeros([PIECES, _ROWS, _WIDTH], gl.float32, layout=MMA)
             # Behind the last unit its own words are requested again, which are still in the cache.
