@@ -29,10 +29,10 @@ from adapters.models.kernels.cuda.split_attention import (
     CODE_KINDS,
     CODED_ROWS,
     LOG2_E,
-    ROW_WINDOW,
     WINDOW_HEADS,
     HopperSplits,
     attend_row_window,
+    has_row_window,
 )
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
@@ -110,7 +110,7 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         can_split = is_usual and not chained
-        if can_split and self._is_row_of_window(q, k_cache, batch, rule):
+        if can_split and has_row_window(batch, rule) and self._can_run_ahead(q, k_cache, WINDOW_HEADS):
             return attend_row_window(q, (k_cache, v_cache), batch, rule, self.pdl).view(bucket, -1)
         alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
         ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
@@ -171,11 +171,6 @@ class CudaAttention:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and q.shape[2] in heads
-
-    def _is_row_of_window(self, q: Tensor, k_cache: Tensor, batch: Batch, rule: AttentionRule) -> bool:
-        """Return whether a step has one row, and a program of its key heads has room for the whole window."""
-        is_narrow = len(q) == 1 and 0 < rule.window <= ROW_WINDOW
-        return is_narrow and batch.plan.merges and self._can_run_ahead(q, k_cache, WINDOW_HEADS)
 
     def _can_be_alone(self, q: Tensor, *caches: Tensor) -> bool:
         """Return whether a kernel of Hopper's serves rows that are alone in their slots."""

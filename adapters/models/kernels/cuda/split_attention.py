@@ -160,6 +160,11 @@ class HopperSplits:
         )
 
 
+def has_row_window(batch: Batch, rule: AttentionRule) -> bool:
+    """Return whether a step has one row, whose window is narrow enough for `attend_row_window`."""
+    return batch.bucket == 1 and batch.plan.merges and 0 < rule.window <= ROW_WINDOW
+
+
 def attend_row_window(
     q: Tensor, caches: tuple[Tensor, Tensor], batch: Batch, rule: AttentionRule, pdl: bool | None
 ) -> Tensor:
