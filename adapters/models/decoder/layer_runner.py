@@ -26,7 +26,7 @@ from adapters.models.decoder.layers.decoder_layer import (
     begin_feed,
     end_feed,
     end_layer,
-    finish_layer,
+    finish_layer_late,
     project_inputs,
 )
 from adapters.models.decoder.layers.layer_buffers import Buffers
@@ -34,6 +34,7 @@ from adapters.models.decoder.layers.recurrent_layer import DeltaLayer
 from adapters.models.decoder.layers.tree_attention import TreeGroups
 from adapters.models.decoder.shard import FindCaches, PositionalStates, ShardSpec
 from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.row_kernels import Delta, add_delta
 from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.step_batch import Batch
 
@@ -111,7 +112,7 @@ class LayerRunner:
         """Run the layers behind the cut `before`."""
         delta = self._run_span(buffers, tree, skipped, before=before, stop=self.spec.layers.stop, early=early)
         if delta is not None:
-            buffers.hidden.add_(delta)
+            add_delta(buffers.hidden, delta)
 
     def _run_span(
         self,
@@ -122,13 +123,13 @@ class LayerRunner:
         before: int | None,
         stop: int,
         early: bool = False,
-    ) -> Tensor | None:
+    ) -> Delta | None:
         """Run the layers behind the cut `before`, or from the first one, up to `stop`. Return what must still be added
         to the residual stream.
         """
         residual = buffers.hidden
         fused_layers = buffers.fused_layers if tree is None else {}
-        delta: Tensor | None = None
+        delta: Delta | None = None
         if before is None:
             number = self.spec.layers.start
             if number not in fused_layers:
@@ -143,7 +144,7 @@ class LayerRunner:
                 delta = self.run_layer(number, buffers, delta, tree, stops=stops)
             elif whole is not None:
                 if delta is not None:
-                    residual.add_(delta)
+                    add_delta(residual, delta)
                 delta = None
                 whole.run(residual, buffers.batch, stops=stops)
             number = end
@@ -160,8 +161,8 @@ class LayerRunner:
             buffers.row_inputs = self.row_inputs.compute(self.kernels, buffers.batch.tokens, residual)
 
     def run_layer(
-        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeGroups | None, *, stops: bool
-    ) -> Tensor | None:
+        self, number: int, buffers: Buffers, delta: Delta | None, tree: TreeGroups | None, *, stops: bool
+    ) -> Delta | None:
         """Run one layer, operation by operation. stops: as `early` in `run`."""
         kernels = self.kernels
         residual = buffers.hidden
@@ -170,13 +171,13 @@ class LayerRunner:
         if mixed is None:
             return None
         if isinstance(layer, DeltaLayer) or layer.ending is None:
-            return finish_layer(kernels, layer.frame, residual, mixed, buffers.batch)
+            return finish_layer_late(kernels, layer.frame, residual, mixed, buffers.batch)
         inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number - self.spec.layers.start]
         end_layer(kernels, layer, residual, mixed, buffers.batch, inputs=inputs)
         return None
 
     def _mix(
-        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeGroups | None, *, stops: bool
+        self, number: int, buffers: Buffers, delta: Delta | None, tree: TreeGroups | None, *, stops: bool
     ) -> Tensor | None:
         """Run a layer up to what attention or the recurrence returns. None if it stops."""
         kernels = self.kernels

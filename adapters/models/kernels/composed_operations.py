@@ -10,7 +10,9 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.activations import SILU, gate_halves
-from adapters.models.kernels.interfaces.row_kernels import NormedRows
+from adapters.models.kernels.interfaces.experts_interface import Experts
+from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
+from adapters.models.kernels.step_batch import Batch
 
 AddNorm: TypeAlias = Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
 
@@ -41,11 +43,19 @@ class ComposedOperations(ABC):
         """Do what `RowKernels.add_norm` says, without a bias."""
 
     def add_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
+        self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
+        assert delta is None or isinstance(delta, Tensor), "these kernels compute no rows late"
         if bias is not None and delta is not None:
             delta.add_(bias)
         return self._add_norm(residual, delta, weight, eps)
+
+    @abstractmethod
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        """Do what `Kernels.experts` says."""
+
+    def experts_late(self, x: Tensor, experts: Experts, batch: Batch) -> Delta:
+        return self.experts(x, experts, batch)
 
     def add_normed(self, residual: Tensor, delta: NormedRows, eps: float, outer: Sequence[Tensor] = ()) -> list[Tensor]:
         return add_normed(self.add_norm, residual, delta, eps, outer)

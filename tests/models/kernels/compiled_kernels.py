@@ -36,7 +36,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
     SigmoidExpertsShape,
 )
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
-from adapters.models.kernels.interfaces.row_kernels import NormedRows
+from adapters.models.kernels.interfaces.row_kernels import NormedRows, add_delta
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix
@@ -254,6 +254,26 @@ def run_biased_experts(kernels: TritonKernels) -> None:
     experts = Experts(shape, kernels.pack_router(make(8, 512)), each, None, correction=make(8, dtype=torch.float32))
     for bucket in (4, 1024):
         kernels.experts(make(bucket, 512), experts, make_batch(Batch, bucket))
+
+
+def run_row_of_experts(kernels: TritonKernels) -> None:
+    """A layer of packed experts with biases, for one row, and the norm behind it."""
+    hidden, inner, count = 512, 256, 8
+    shape = BiasedExpertsShape(count, 4, inner, is_normalized=True)
+    gates, downs = (random_matrix(size, MXFP4, "w") for size in ((inner, hidden), (hidden, inner)))
+
+    def make_expert() -> GatedWeights:
+        both = kernels.pack(StackedWeight((gates, gates), torch.bfloat16, CPU))
+        down = kernels.pack(StackedWeight((downs,), torch.bfloat16, CPU))
+        return GatedWeights(both, down, CLAMPED, make(2 * inner), make(hidden))
+
+    each = kernels.stack_experts((make_expert() for _ in range(count)), count)
+    router = kernels.pack_router(make(count, hidden))
+    experts = Experts(shape, router, each, None, correction=make(count, dtype=torch.float32))
+    for weight in (make(hidden), make(hidden, dtype=torch.float32)):
+        late = kernels.experts_late(make(1, hidden), experts, make_batch(Batch, 1))
+        kernels.add_norm(make(1, hidden), late, weight, 1e-5)
+        add_delta(make(1, hidden), late)
 
 
 def norm_and_gate(kernels: TritonKernels) -> None:

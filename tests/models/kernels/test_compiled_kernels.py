@@ -85,6 +85,7 @@ BODIES = {
     "attention over pages": compiled.attend(128, 4, 64, paged=True),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
+    "attention of one row with a window and sinks": compiled.attend(64, 1, rule=SINKS),
     "attention with a window over pages": compiled.attend(256, 4, 64, rule=AttentionRule(1024), paged=True),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
     "attention of blocks": compiled.attend_block(128, 16),
@@ -101,6 +102,7 @@ BODIES = {
         SigmoidExpertsShape(8, 2, 256, is_normalized=True), torch.float32, 4, 64, 1024
     ),
     "experts with biases": compiled.run_biased_experts,
+    "experts of one row": compiled.run_row_of_experts,
     "rows": compiled.norm_and_gate,
     "picking": compiled.pick_tokens,
 }

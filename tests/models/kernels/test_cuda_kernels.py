@@ -405,6 +405,8 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
     rule = evolve(rule, sinks=sinks)
     for spans in (
         [(0, 1)],
+        [(100, 1)],
+        [(255, 1)],
         [(62, 1), (63, 1), (64, 1), (254, 1), (255, 1), (256, 1)],
         [(2048, 1)],
         [(2046, 2)],
@@ -419,7 +421,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         [(62, 200), (300, 17), (3000, 5)],
     ):
         rows = sum(count for _, count in spans)
-        bucket = next(one for one in BUCKETS if one >= rows)
+        bucket = next(one for one in (1, *BUCKETS) if one >= rows)
         k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
         for slot, (start, count) in enumerate(spans):  # rows that were never written may hold anything
             number, row = divmod(start + count, page or PAGE)

@@ -21,6 +21,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
     GatedWeights,
     StackedExperts,
 )
+from adapters.models.kernels.interfaces.row_kernels import add_delta
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
@@ -162,6 +163,39 @@ def test_a_row_has_the_same_bits_in_any_company_and_those_of_experts_one_by_one(
     plain = evolve(layer.experts, each=tuple(layer.each))
     expected = layer.fed(layer.x, len(layer.x), plain)
     torch.testing.assert_close(whole, expected, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (2880, 320)])
+def test_a_row_whose_experts_the_next_norm_adds_up_has_the_same_bits(hidden, inner):
+    """Logits are equal, zero with either sign, or different. A padded row adds nothing."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper's")
+    layer = PackedLayer(MXFP4, hidden, inner, CLAMPED)
+    kernels = layer.kernels
+    drawn = torch.randn(COUNT, generator=layer.generator, device=DEVICE)
+    nothing = kernels.pack(torch.zeros(COUNT, hidden, device=DEVICE, dtype=BF16))
+    signs = torch.tensor([0.0, -0.0] * (COUNT // 2), device=DEVICE)
+    for router, correction in ((layer.experts.router, drawn), (nothing, drawn), (nothing, signs)):
+        experts = evolve(layer.experts, router=router, correction=correction)
+        for at in (0, 5, -1):
+            batch = Batch(1, DEVICE)
+            batch.load(Step((Segment(0, 0, 1),) if at >= 0 else (), 1), None)
+            x = layer.x[at][None]
+            late = kernels.experts_late(x, experts, batch)
+            assert not isinstance(late, Tensor)
+            whole = kernels.experts(x, experts, batch)
+            for weight in (layer.x[6], layer.x[7].float()):
+                residuals = [layer.x[8:9].clone() for _ in range(2)]
+                found, expected = (
+                    kernels.add_norm(residual, delta, weight, 1e-5)
+                    for residual, delta in zip(residuals, (late, whole), strict=True)
+                )
+                assert same_bits(found, expected)
+                assert same_bits(*residuals)
+            residuals = [layer.x[8:9].clone() for _ in range(2)]
+            add_delta(residuals[0], late)
+            add_delta(residuals[1], whole)
+            assert same_bits(*residuals)
 
 
 def test_experts_that_are_packed_in_several_ways_are_multiplied_one_by_one():

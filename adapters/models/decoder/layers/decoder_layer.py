@@ -32,9 +32,10 @@ from adapters.models.decoder.layers.feed_forward import (
 from adapters.models.decoder.layers.layer_traits import LayerTraits
 from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionRule
+from adapters.models.kernels.interfaces.experts_interface import Experts
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
 from adapters.models.kernels.interfaces.product_list import Weight
-from adapters.models.kernels.interfaces.row_kernels import NormedRows
+from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.step_batch import Batch
 
 
@@ -278,7 +279,7 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     return DecoderLayer(frame, prep, width, rule, traits.source, norms=norms, gates=traits.gates)
 
 
-def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
+def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Delta | None) -> Tensor:
     """Run a layer up to the mixing of rows: add `delta` to the residual stream in place, and return its projection.
 
     delta: the result of the layer before.
@@ -295,6 +296,13 @@ def finish_layer(
 ) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
     return end_feed(kernels, frame, run_feed(kernels, frame.feed, begin_feed(kernels, frame, residual, mixed), batch))
+
+
+def finish_layer_late(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Delta:
+    """Do what `finish_layer` does; the sum over experts may be left to `project_inputs` of the next layer."""
+    if frame.after_feed is None and isinstance(frame.feed, Experts):
+        return kernels.experts_late(begin_feed(kernels, frame, residual, mixed), frame.feed, batch)
+    return finish_layer(kernels, frame, residual, mixed, batch)
 
 
 def end_layer(

@@ -24,7 +24,16 @@ from adapters.models.kernels.cuda.descriptors import (
     page_size,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
-from adapters.models.kernels.cuda.split_attention import ALONE_HEADS, CODE_KINDS, CODED_ROWS, HopperSplits
+from adapters.models.kernels.cuda.split_attention import (
+    ALONE_HEADS,
+    CODE_KINDS,
+    CODED_ROWS,
+    LOG2_E,
+    WINDOW_HEADS,
+    HopperSplits,
+    attend_row_window,
+    has_row_window,
+)
 from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
@@ -49,7 +58,6 @@ from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
-LOG2_E = 1.4426950408889634
 
 
 @define(eq=False)
@@ -102,6 +110,8 @@ class CudaAttention:
         if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
             return self._chain_ahead(q, k_cache, v_cache, batch, rule)
         can_split = is_usual and not chained
+        if can_split and has_row_window(batch, rule) and self._can_run_ahead(q, k_cache, WINDOW_HEADS):
+            return attend_row_window(q, (k_cache, v_cache), batch, rule, self.pdl).view(bucket, -1)
         alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
         ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
         if ahead:
@@ -110,8 +120,14 @@ class CudaAttention:
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
         limit = len(tiles)
-        page = page_size(k_cache, batch)
-        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT, "PAGE": page}
+        shape = {
+            "HEADS": heads,
+            "KV": kv,
+            "GROUP": heads // kv,
+            "PADDED": padded,
+            "SPLIT": SPLIT,
+            "PAGE": page_size(k_cache, batch),
+        }
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None, "WINDOW": rule.window}

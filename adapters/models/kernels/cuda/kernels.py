@@ -27,6 +27,7 @@ from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.row_launches import add_norm, add_normed, apply_gate
+from adapters.models.kernels.cuda.rows.row_experts import RowExperts
 from adapters.models.kernels.cuda.step_tiles import StepTiles
 from adapters.models.kernels.cuda.tiles import KV_TILE, choose_piece, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
@@ -44,7 +45,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
 from adapters.models.kernels.interfaces.fused_layers import FusedLayers
 from adapters.models.kernels.interfaces.layer_interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.interfaces.row_kernels import NormedRows
+from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import rows
@@ -76,6 +77,7 @@ class TritonKernels:
     grouped_experts: CudaExperts = field(init=False)
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
+    _row_experts: RowExperts = field(init=False)
 
     name = "triton-5"
     kv_tile = KV_TILE
@@ -99,6 +101,7 @@ class TritonKernels:
         self.products = CudaProducts(*own, can.has_hopper_kernels, can.takes_plain_pointers)
         self._packing = CudaPacking(self.device, *own, can.converts_e4m3, can.has_hopper_kernels)
         self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers, can.has_hopper_kernels)
+        self._row_experts = RowExperts(*own, can.has_hopper_kernels)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:
@@ -192,11 +195,16 @@ class TritonKernels:
             return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
+    def experts_late(self, x: Tensor, experts: Experts, batch: Batch) -> Delta:
+        if self._row_experts.are_served(x, experts):
+            return self._row_experts.run(self, x, experts, batch)
+        return self.experts(x, experts, batch)
+
     def _options(self, warps: int) -> LaunchArguments:
         return launch_options(warps, self.pdl)
 
     def add_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
+        self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
         return add_norm(residual, delta, weight, eps, bias=bias, pdl=self.pdl)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from adapters.models.kernels import composed_operations
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.rows.row_sums import RowSums
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
-from adapters.models.kernels.interfaces.row_kernels import NormedRows
+from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.triton import experts, rows
 from adapters.models.kernels.triton_launch import launch
 
@@ -19,8 +20,12 @@ _MOST_NORMS = 3  # of a sum in one launch
 
 
 def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None, pdl: bool | None
+    residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None, pdl: bool | None
 ) -> Tensor:
+    if isinstance(delta, RowSums):
+        assert bias is None, "the sum over experts has biases of its own"
+        return delta.add_norm(residual, weight, eps)
+    assert delta is None or isinstance(delta, Tensor)
     out = residual.new_empty(residual.shape)
     count, width = residual.shape
     block = round_up_to_power(width)

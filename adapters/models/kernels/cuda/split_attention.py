@@ -13,17 +13,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import (
     Constants,
+    cache_sizes,
     describe_blocks,
     launch_options,
+    page_size,
     shared_layout,
     word_layout,
 )
-from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS_AHEAD
+from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS_AHEAD, SPLIT
 from adapters.models.kernels.formats.row_format import INT4, as_bytes
+from adapters.models.kernels.interfaces.attention_rule import AttentionRule
+from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton.hopper import hopper_attention, hopper_rows
 from adapters.models.kernels.triton.hopper.codes import coded_rows
+from adapters.models.kernels.triton.hopper.rows.window_row import attend_window
 from adapters.models.kernels.triton_launch import launch
 
+LOG2_E = 1.4426950408889634
 ALONE_HEADS = 8  # of a key head, at most, that are the short side of a product
 CODE_KINDS: Mapping[torch.dtype, int] = {
     torch.int8: 1,
@@ -31,6 +37,9 @@ CODE_KINDS: Mapping[torch.dtype, int] = {
     INT4: 4,
 }  # as `hopper_numbers` names them
 CODED_ROWS = {256}  # sizes of heads of which single rows attend to codes by a kernel of their own
+# The widest window of a row whose program has all tiles of a key head in shared memory, and sizes of such heads.
+ROW_WINDOW = 2 * KV_TILE
+WINDOW_HEADS = {64}
 _MERGED = 1 << 14  # numbers of partials that a program of four warps has in registers
 
 
@@ -149,3 +158,40 @@ class HopperSplits:
             enable_fp_fusion=False,
             **launch_options(warps, self.pdl),
         )
+
+
+def has_row_window(batch: Batch, rule: AttentionRule) -> bool:
+    """Return whether a step has one row, whose window is narrow enough for `attend_row_window`."""
+    return batch.bucket == 1 and batch.plan.merges and 0 < rule.window <= ROW_WINDOW
+
+
+def attend_row_window(
+    q: Tensor, caches: tuple[Tensor, Tensor], batch: Batch, rule: AttentionRule, pdl: bool | None
+) -> Tensor:
+    """Attend with the one row of a step to a window of up to `ROW_WINDOW` keys."""
+    out = torch.empty_like(q)
+    _, heads, head = q.shape
+    _, kv, capacity = cache_sizes(caches[0], batch)
+    launch(
+        attend_window,
+        (kv,),
+        q,
+        *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches),
+        batch.slots,
+        batch.positions,
+        batch.positions if batch.pages is None else batch.pages,  # never read without
+        out,
+        q if rule.sinks is None else rule.sinks,  # never read without
+        capacity,
+        head**-0.5 * LOG2_E,
+        KV=kv,
+        GROUP=heads // kv,
+        SPLIT=SPLIT,
+        TILES=(rule.window + KV_TILE - 2) // KV_TILE + 1,
+        PAGE=page_size(caches[0], batch),
+        WINDOW=rule.window,
+        SINKS=rule.sinks is not None,
+        enable_fp_fusion=False,
+        **launch_options(4, pdl),
+    )
+    return out

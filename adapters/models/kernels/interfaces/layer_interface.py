@@ -20,7 +20,7 @@ from adapters.models.kernels.interfaces.delta_interface import DeltaKernels
 from adapters.models.kernels.interfaces.experts_interface import EveryExpert, Experts, GatedWeights
 from adapters.models.kernels.interfaces.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.interfaces.row_kernels import RowKernels
+from adapters.models.kernels.interfaces.row_kernels import Delta, RowKernels
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -268,6 +268,10 @@ class Kernels(RowKernels, Protocol):
         deciding: `[R, D]`, what the router reads in place of x. A row's bits depend neither on other rows' experts nor
         on how many rows an expert has.
         """
+        ...
+
+    def experts_late(self, x: Tensor, experts: Experts, batch: Batch) -> Delta:
+        """Do what `experts` does, but the sum may be left to the `add_norm` that gets it, with the same bits."""
         ...
 
     def fuse_layers(

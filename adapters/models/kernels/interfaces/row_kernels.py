@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from attrs import frozen
 from torch import Tensor
+
+
+class LateRows(Protocol):
+    """Rows `[R, D]` that kernels compute only when they add them to the residual stream."""
+
+    def add_to(self, residual: Tensor) -> None:
+        """Add the rows to residual `[R, D]` in place."""
+        ...
+
+
+Delta: TypeAlias = Tensor | LateRows  # what must be added to the residual stream
+
+
+def add_delta(residual: Tensor, delta: Delta) -> None:
+    """Add delta to residual `[R, D]` in place."""
+    if isinstance(delta, Tensor):
+        residual.add_(delta)
+    else:
+        delta.add_to(residual)
 
 
 @frozen(eq=False)
@@ -32,7 +51,7 @@ class RowKernels(Protocol):
         ...
 
     def add_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
+        self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
         """Add delta to residual `[R, D]` in place and return the RMSNorm of the sum, a new `[R, D]`.
 

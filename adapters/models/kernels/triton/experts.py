@@ -21,6 +21,49 @@ TAKEN = tl.constexpr(-(1 << 62))
 
 
 @triton.jit
+def rank_experts(
+    logits,
+    scales,
+    COUNT: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`."""
+    e = tl.arange(0, EXPERTS)
+    rank = tl.arange(0, RANKS)
+    if SCALED:
+        factors = tl.zeros((RANKS,), tl.float32) + 1.0
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
+    keys = tl.where(e < COUNT, keys, TAKEN)
+    peak = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - peak), 0)
+    chosen = tl.zeros((RANKS,), tl.int32)
+    weights = tl.zeros((RANKS,), tl.float32)
+    added = 0.0
+    for r in tl.static_range(ACTIVE):
+        best = tl.max(keys, 0)
+        if SCALED:
+            factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
+        keys = tl.where(keys == best, TAKEN, keys)
+        number = (-best) & 0xFFFF
+        ordered = ((best + number) >> 16).to(tl.int32)
+        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        weight = tl.exp(logit - peak) / total
+        added = added + weight
+        chosen = tl.where(rank == r, number.to(tl.int32), chosen)
+        weights = tl.where(rank == r, weight, weights)
+    if NORMED:
+        weights = weights / added
+    if SCALED:
+        weights = weights * factors
+    return chosen, weights
+
+
+@triton.jit
 def choose(
     logits_ptr,
     positions_ptr,
@@ -53,39 +96,16 @@ def choose(
     real = tl.load(positions_ptr + row) >= 0
     if BIASED:
         bias = tl.load(bias_ptr + e, e < COUNT, 0.0)
+    scales = tl.zeros((EXPERTS,), tl.float32)  # never read without
     if SCALED:
         scales = tl.load(scales_ptr + e, e < COUNT, 1.0)
-        factors = tl.zeros((RANKS,), tl.float32) + 1.0
     if PDL:
         gdc_wait()
     routed: tl.constexpr = COUNT + (1 if SHARED else 0)
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
     if BIASED:
         logits = logits + bias
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
-    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
-    keys = tl.where(e < COUNT, keys, TAKEN)
-    peak = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - peak), 0)
-    chosen = tl.zeros((RANKS,), tl.int32)
-    weights = tl.zeros((RANKS,), tl.float32)
-    added = 0.0
-    for r in tl.static_range(ACTIVE):
-        best = tl.max(keys, 0)
-        if SCALED:
-            factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
-        keys = tl.where(keys == best, TAKEN, keys)
-        number = (-best) & 0xFFFF
-        ordered = ((best + number) >> 16).to(tl.int32)
-        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        weight = tl.exp(logit - peak) / total
-        added = added + weight
-        chosen = tl.where(rank == r, number.to(tl.int32), chosen)
-        weights = tl.where(rank == r, weight, weights)
-    if NORMED:
-        weights = weights / added
-    if SCALED:
-        weights = weights * factors
+    chosen, weights = rank_experts(logits, scales, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED)
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)

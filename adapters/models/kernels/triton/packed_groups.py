@@ -117,7 +117,7 @@ def _request(
 
 
 @gluon.jit
-def _keep_order(number):
+def keep_order(number):
     """Keep the assembler from moving what is requested before this behind it: a barrier of a warp, which takes no time.
 
     Without it, words are requested after the arithmetic of their unit, because that takes fewer registers.
@@ -226,7 +226,7 @@ def multiply_few(
                             matrix, of_unit, place, after + ahead, columns, LAST + ahead, BLOCKS, EACH, FORM, WHOLE
                         ),
                     )
-                    _keep_order(unit)
+                    keep_order(unit)
                     acc = mma_v2(w, ring.index(step + ahead).permute((0, 2, 1)).load(RIGHT), acc)
                 held = coming
             total = restore(add_pieces(acc, num_warps), dtype, FORM)

@@ -73,11 +73,11 @@ def add_norm(
             delta = (delta + bias).to(dtype).to(tl.float32)
         x = (x.to(tl.float32) + delta).to(dtype)
         tl.store(residual_ptr + at, x, inside)
-    tl.store(out_ptr + at, _norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)
+    tl.store(out_ptr + at, norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)
 
 
 @triton.jit
-def _norm_row(x, weight, width, eps, dtype: tl.constexpr, WIDE: tl.constexpr):
+def norm_row(x, weight, width, eps, dtype: tl.constexpr, WIDE: tl.constexpr):
     """Return the RMSNorm of a row, float32, times weight, rounded to dtype."""
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     if not WIDE:
@@ -132,10 +132,10 @@ def add_normed(
     x = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
     if PARALLEL:
         parallel = tl.load(parallel_ptr + at, inside, 0.0).to(tl.float32)
-        delta = _norm_row(delta, own_weight, width, eps, dtype, WIDE).to(tl.float32)
-        delta += _norm_row(parallel, parallel_weight, width, eps, dtype, WIDE).to(tl.float32)
+        delta = norm_row(delta, own_weight, width, eps, dtype, WIDE).to(tl.float32)
+        delta += norm_row(parallel, parallel_weight, width, eps, dtype, WIDE).to(tl.float32)
         delta = delta.to(dtype).to(tl.float32)
-    x = (x + _norm_row(delta, weight, width, eps, dtype, WIDE).to(tl.float32)).to(dtype)
+    x = (x + norm_row(delta, weight, width, eps, dtype, WIDE).to(tl.float32)).to(dtype)
     if SCALED:
         x = (x.to(tl.float32) * factor).to(dtype)
     tl.store(residual_ptr + at, x, inside)
