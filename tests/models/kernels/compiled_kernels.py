@@ -112,15 +112,17 @@ def make_batch(kind: type[Batch], bucket: int, *, settles: bool = False) -> Any:
     return batch
 
 
-def multiply(dtype: torch.dtype, columns: int, *buckets: int) -> Body:
-    """Products with weights that are not packed, of so many columns."""
+def multiply(dtype: torch.dtype, columns: int, *buckets: int, depth: int = 256) -> Body:
+    """Products with weights that are not packed, of so many columns, and logits. depth: terms of a sum."""
 
     def run(kernels: TritonKernels) -> None:
-        weight = make(columns, 256, dtype=dtype)
+        weight = make(columns, depth, dtype=dtype)
         plain, gated = kernels.pack(weight), kernels.pack_gated(weight)
         for count in buckets:
-            kernels.linear(make(count, 256, dtype=dtype), plain)
-            kernels.gated_linear(make(count, 256, dtype=dtype), gated)
+            kernels.linear(make(count, depth, dtype=dtype), plain)
+            kernels.gated_linear(make(count, depth, dtype=dtype), gated)
+            logits = make(count, columns, dtype=torch.float32)
+            kernels.write_logits(make(count, depth, dtype=dtype), make(depth, dtype=dtype), 1e-6, plain, logits)
 
     return run
 

@@ -96,6 +96,17 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
         assert same_bits(*found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 16, 64, 128, 256])
+def test_logits_are_rounded_before_they_are_written_as_float32(kernels, rows, dtype):
+    depth, vocabulary = 4096, 1000
+    hidden, norm = normal(rows, depth, dtype=dtype, seed=1), normal(depth, dtype=dtype, seed=2)
+    head = kernels.pack(normal(vocabulary, depth, dtype=dtype, seed=3, scale=depth**-0.5))
+    logits = torch.full((rows, vocabulary), float("nan"), device=DEVICE)
+    kernels.write_logits(hidden, norm, 1e-6, head, logits)
+    assert same_bits(logits, kernels.linear(kernels.add_norm(hidden, None, norm, 1e-6), head).float())
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("columns", "depth"), [(32, 2880), (129, 2816), (8, 64), (256, 7168)])
 def test_a_router_has_the_same_bits_at_every_row_count_and_on_every_device(columns, depth, dtype):
@@ -451,9 +462,10 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         assert not any(left.any() for kernels in (ahead, few) for left in kernels._attention._counts.values())  # noqa: SLF001
 
 
+@pytest.mark.parametrize("least_bucket", [4, 64])
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_pages_that_slots_share_are_attended_as_those_that_each_has_alone(head, group):
+def test_pages_that_slots_share_are_attended_as_those_that_each_has_alone(head, group, least_bucket):
     """Slots of two families begin with the same pages, or each has a copy of its own: then no tiles are shared."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel of Hopper's")
@@ -473,7 +485,7 @@ def test_pages_that_slots_share_are_attended_as_those_that_each_has_alone(head, 
         [2303 + 101 * slot for slot in range(24)],
         [5, 2304, 700, 4000, 255, 256, 3333, 1280],
     ):
-        bucket = next(one for one in BUCKETS if one >= len(starts))
+        bucket = next(one for one in BUCKETS if one >= max(least_bucket, len(starts)))
         step = Step(tuple(Segment(slot, start, 1) for slot, start in enumerate(starts)), bucket)
         q = normal(bucket, kv * group, head, dtype=torch.bfloat16, seed=len(starts))
         found = []

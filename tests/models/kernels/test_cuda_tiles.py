@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.kernels.cuda.tiles import cut_columns
+from adapters.models.kernels.cuda.tiles import H200_SHARED, choose_tile_of_tall_rows, cut_columns
 
 PROCESSORS = 132
 
@@ -30,3 +30,22 @@ def test_a_last_wave_that_would_be_nearly_empty_is_computed_in_small_tiles():
 def test_whole_waves_are_not_cut():
     [whole] = cut_columns(1024, 33 * 128, False, torch.bfloat16, PROCESSORS)
     assert whole.columns == 33 * 128
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "tall"),
+    [
+        (64, 4096, 12288, True),
+        (33, 4096, 12288, True),
+        (32, 4096, 12288, False),
+        (65, 4096, 12288, False),
+        (64, 4096, 4096, False),
+        (64, 6144, 12288, False),
+    ],
+)
+def test_rows_are_the_tall_operand_where_sums_are_long_and_programs_few(rows, columns, depth, tall):
+    tile = choose_tile_of_tall_rows(rows, columns, depth, torch.bfloat16, PROCESSORS, H200_SHARED)
+    assert (tile is not None) == tall
+    if tile is not None:
+        assert 4096 // tile.columns <= PROCESSORS
+        assert tile.rows >= rows

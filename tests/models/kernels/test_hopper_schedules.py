@@ -363,12 +363,29 @@ def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated, beside)
     out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
     launch(
         few.linear_ahead, (2, 2), rows, Descriptor(w, (64, 64)), Descriptor(x, (16, 64)), Pointer(out), rows, outputs,
-        depth, out.stride(0), STAGES=3, GATED=gated, BESIDE=beside, PDL=True, num_warps=4,
+        depth, out.stride(0), STAGES=3, GATED=gated, BESIDE=beside, TALL_ROWS=False, PDL=True, num_warps=4,
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
         expected = few._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
     assert torch.equal(out, expected.to(BF16))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("gated", "dtype"), [(False, BF16), (True, BF16), (False, torch.float32)])
+def test_rows_as_the_tall_operand_give_the_same_chains(few, gated, dtype):
+    """Results that are written as float32 have been rounded to the type of the weight."""
+    rows, outputs, depth = 50, 72, 320
+    x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2, scale=0.1)
+    out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=dtype)
+    launch(
+        few.linear_ahead, (3, 1), rows, Descriptor(w, (32, 64)), Descriptor(x, (64, 64)), Pointer(out), rows, outputs,
+        depth, out.stride(0), STAGES=3, GATED=gated, BESIDE=False, TALL_ROWS=True, PDL=True, num_warps=4,
+    )  # fmt: skip
+    expected = multiply(x, w.T, torch.zeros(rows, outputs))
+    if gated:
+        expected = few._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
+    assert torch.equal(out, expected.to(BF16).to(dtype))
 
 
 @pytest.mark.timeout(120)

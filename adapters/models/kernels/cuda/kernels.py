@@ -310,7 +310,11 @@ class TritonKernels:
         return out
 
     def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
-        out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
+        x = self.add_norm(hidden, None, norm, eps)
+        if isinstance(packed, CudaWeight) and self.products.can_widen(x):
+            self.products.multiply(x, packed.weight, out, gated=0)
+        else:
+            out.copy_(self.linear(x, packed))
 
     def prepare_step(self, batch: Batch) -> None:
         if batch.plan is None:

@@ -12,6 +12,7 @@ from adapters.models.kernels.cuda.tiles import (
     Cut,
     choose_tile_ahead,
     choose_tile_in_pieces,
+    choose_tile_of_tall_rows,
     count_parts,
     cut_columns,
     round_up_to_power,
@@ -45,7 +46,8 @@ class CudaProducts:
         self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0, is_beside: bool = False
     ) -> None:
         """Write x @ w.T to out. gated: see `CudaWeight`. piece: columns of which the sum is one chain, whatever the
-        number of rows; 0: all. is_beside: the kernel before this one lets the next one run at the same time.
+        number of rows; 0: all. is_beside: the kernel before this one lets the next one run at the same time. out: of
+        the type of x, or float32 if `can_widen` says so.
         """
         if self.hopper and piece:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
@@ -53,6 +55,10 @@ class CudaProducts:
             self._multiply_ahead(x, w, out, gated=gated, is_beside=is_beside)
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
+
+    def can_widen(self, x: Tensor) -> bool:
+        """Return whether products of these rows can be written as float32, once they are rounded to the type of x."""
+        return self.hopper and len(x) <= NARROW and x.dtype != torch.float32
 
     def route(self, x: Tensor, w: Tensor, out: Tensor, piece: int) -> None:
         """Write x @ w.T to out for a router's weight, whose sums have pieces of so many columns."""
@@ -107,9 +113,11 @@ class CudaProducts:
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, is_beside: bool) -> None:
         (count, depth) = x.shape
         columns = w.shape[0]
-        tile = choose_tile_ahead(count, x.dtype, self.shared)
+        tall = choose_tile_of_tall_rows(count, columns, depth, x.dtype, self.processors, self.shared)
+        tile = tall or choose_tile_ahead(count, x.dtype, self.shared)
         grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
         descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
         stages = min(tile.stages, _STAGES_BESIDE) if is_beside else tile.stages
         options = launch_options(tile.warps, self.pdl) | {"STAGES": stages, "GATED": gated, "BESIDE": is_beside}
+        options |= {"TALL_ROWS": tall is not None}
         launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)

@@ -20,6 +20,8 @@ KV_TILE = 64  # keys of a tile of attention
 SPLIT = 256  # keys of a split of attention
 _ALIGNED = 16  # a number that the compiler knows to be a multiple of this many
 FEW_PAIRS = 8  # of a row and an expert, in a tile that has as many or fewer
+TALL_ROWS = 64  # rows that a tensor core takes at once
+LONG_SUM = 8192  # terms. Of 4,096 terms, 4,096 sums of 64 rows took the same time in either form.
 _NARROW_PAIRS = 64  # all pairs of a product whose tiles do not fill the device unless they are narrow
 WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
 # For each size of heads: the consumers of a program that attends with many rows, their registers, and the tiles that
@@ -181,6 +183,21 @@ def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
     rows = 8 if count <= 8 else max(16, count)
     wide = count <= 16
     return limit_stages(Tile(rows, 64, 256 if wide else 128, 4, 6 if wide else 7), dtype, shared)
+
+
+@cache
+def choose_tile_of_tall_rows(
+    count: int, columns: int, depth: int, dtype: torch.dtype, processors: int, shared: int
+) -> Tile | None:
+    """Choose a tile of `linear_ahead` whose tall operand is rows of x; None: it is the weight.
+
+    64 rows of a weight are as many bytes as 64 rows of x. Where such tiles give work to less than half of all
+    processors, these wait for what reaches their shared memory. So there are twice as many programs, if sums are long.
+    """
+    few = 2 * count_parts(columns, TALL_ROWS) <= processors
+    if not (few and TALL_ROWS // 2 < count <= TALL_ROWS and depth >= LONG_SUM):
+        return None
+    return limit_stages(Tile(TALL_ROWS, TALL_ROWS // 2, 128, 4, 9), dtype, shared)
 
 
 def limit_stages(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:

@@ -33,24 +33,28 @@ def linear_ahead(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     BESIDE: gl.constexpr,
+    TALL_ROWS: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for few rows. stride: from one row of out to the next.
+
+    out: of the type of w, or float32. Results are rounded to the type of w all the same.
 
     BESIDE: the kernel before this one lets it start only after it has waited for all that x needs, and neither needs
     what the other writes. Then this one does not wait for it before its own end.
 
     One program owns a block of 64 weight rows, the tall operand, over the whole depth. STAGES blocks of w and x are
     in shared memory or on their way there. Descriptors say how large blocks are; data behind the last row of w or x
-    is zeros.
+    is zeros. TALL_ROWS: the tall operand is 64 rows of x, so that a block may have fewer weight rows.
     """
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    dtype: gl.constexpr = w_desc.dtype
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_M) * BLOCK_K * dtype.primitive_bitwidth // 8
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    SHAPE: gl.constexpr = [BLOCK_M, BLOCK_N] if TALL_ROWS else [BLOCK_N, BLOCK_M]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, SHAPE[1], 16])
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
     w_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
@@ -68,12 +72,15 @@ def linear_ahead(
             gdc_wait()
     for at in gl.static_range(STAGES):
         bring(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+    acc = gl.zeros(SHAPE, gl.float32, layout=MMA)
     here = 0
     turn = 0
     for step in range(steps):
         mbarrier.wait(come.index(here), turn)
-        adding = warpgroup_mma(w_ring.index(here), x_ring.index(here).permute((1, 0)), acc, is_async=True)
+        if TALL_ROWS:
+            adding = warpgroup_mma(x_ring.index(here), w_ring.index(here).permute((1, 0)), acc, is_async=True)
+        else:
+            adding = warpgroup_mma(w_ring.index(here), x_ring.index(here).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(adding,))  # the memory of the step before is free now
         free = gl.where(here == 0, STAGES - 1, here - 1)
         coming = step - 1 + STAGES
@@ -85,7 +92,7 @@ def linear_ahead(
         here = gl.where(here == STAGES - 1, 0, here + 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
-    pairs = gl.convert_layout(acc, PAIRS)
+    pairs = gl.convert_layout(acc.permute((1, 0)) if TALL_ROWS else acc, PAIRS)
     if GATED:
         gate, up = gl.split(pairs.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
         out = _apply_gate(gate, up, dtype, GATED)
@@ -95,6 +102,7 @@ def linear_ahead(
         out = pairs.to(dtype)
     n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
     m = m0 + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))[None, :]
-    gl.store(out_ptr + m.to(gl.int64) * stride + n, out, mask=(m < rows) & (n < columns))
+    at = m.to(gl.int64) * stride + n
+    gl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(m < rows) & (n < columns))
     if PDL and BESIDE:
         gdc_wait()  # the kernel after this one waits for this one only
