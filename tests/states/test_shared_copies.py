@@ -44,7 +44,7 @@ class Member:
 
 
 @define
-class Batch:
+class BatchModel:
     """Serves 16 requests, of which the first ones copy."""
 
     members: list[Member]
@@ -127,7 +127,7 @@ def serve_batch(matches: list[int], *, shared: bool = True, batches: int = 3) ->
     took = 0
     for _ in range(batches):
         members = [Member(matched, start(rates, matched)) for matched in matches]
-        batch = Batch(members, rates, shared)
+        batch = BatchModel(members, rates, shared)
         took = batch.serve()
         rates = batch.rates
     return took / (TOKENS * time_step(MEMBERS, 0))
