@@ -265,7 +265,7 @@ def plan_copies(
 
 
 def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
-    """Return the rule by which a member copies. choices: one for each class of matches, or none if it copies nothing."""
+    """Return the rule by which a member copies. choices: one for each class of matches, none if it copies nothing."""
     counts = tuple(one.width - one.branch for one in choices)
     branches = tuple(one.branch for one in choices)
     nothing = (0,) * len(MATCH_CLASSES)
