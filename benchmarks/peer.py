@@ -192,14 +192,21 @@ def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: 
                     Goal(at_least=1, against=rival) if unit in HIGHER_IS_BETTER else Goal(at_most=most, against=rival)
                 )
             peers = {peer: figures[name] for peer, figures in others}
-            shown_promise = "packed" if (given.file or given.packing) and promise != "start" else promise
-            made.append(Figure(shown_promise, f"{subject}, {what}", at, unit, ours[name], peers, goal))
+            shown = choose_promise(promise, given)
+            made.append(Figure(shown, f"{subject}, {what}", at, unit, ours[name], peers, goal))
     level = sort_numbers(given.levels)[-1]
     if f"{level}: p99, ms" in ours:
         late, usual = (ours[f"{level}: {name}"] for name in ("p99, ms", "next token p50, ms"))
         what = f"{subject}, next token p99 over p50"
         made.append(Figure("streams", what, level, "x", late / usual, goal=Goal(at_most=LATE)))
     return made
+
+
+def choose_promise(promise: str, given: argparse.Namespace) -> str:
+    """Return the promise under which a figure is shown. Hybrids and packed weights have tables of their own."""
+    if given.shape == HYBRID:
+        return "hybrid"
+    return "packed" if (given.file or given.packing) and promise != "start" else promise
 
 
 def find_allowed(shape: str, length: str) -> float:

@@ -52,7 +52,7 @@ UNREAD = ("--load-format", "dummy")  # of vLLM: weights of its own, from no file
 
 def name_subject(given: argparse.Namespace) -> str:
     """Return the name of what is served. A file of a shape is named after the mix of types at the end of its name."""
-    shape = given.shape if given.shape in FAMILIES else name_shape(given.shape)
+    shape = given.shape if given.shape in FAMILIES else name_shape(given.shape.removeprefix("hybrid-"))
     if given.file is not None:
         _, _, mix = given.file.stem.rpartition("-")
         return given.file.stem if given.shape == "demo" else f"{shape} in {mix}"
