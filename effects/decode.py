@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import isqrt
 from typing import ClassVar, TypeAlias
 
 from attrs import Factory, field, frozen
@@ -19,8 +20,8 @@ MATCH_CLASSES = (3, 5, 9, 17, 33)
 
 # A text that has had no match for long rarely has one after the next token, and each search costs all members of a step
 # time. So it is searched after some steps only (`choose_search_gap`).
-SEARCH_SHARE = 8  # a match is found late by an eighth of the tokens that had none
-LONGEST_SEARCH_GAP = 16  # steps between two searches, at most
+SEARCH_SHARE = 8  # a match of a single request is found late by an eighth of the tokens that had none
+LONGEST_SEARCH_GAP = 16  # steps between two searches of a single request, at most
 
 
 def find_match_class(matched: int) -> int:
@@ -28,12 +29,15 @@ def find_match_class(matched: int) -> int:
     return bisect_right(MATCH_CLASSES, matched) - 1
 
 
-def choose_search_gap(unmatched: int) -> int:
+def choose_search_gap(unmatched: int, members: int) -> int:
     """Return after how many steps a text is searched again that has had no match for `unmatched` tokens.
 
-    It is a power of 2, so that the texts of a batch are searched after the same steps.
+    All members wait for a search, and a match that is found late delays one of them. The gap that costs least then
+    grows with the square root of the members. It is a power of 2, so that all texts are searched after the same steps.
     """
-    return min(1 << max(unmatched // SEARCH_SHARE, 1).bit_length() - 1, LONGEST_SEARCH_GAP)
+    root = isqrt(members)
+    late = min(unmatched * root // SEARCH_SHARE, LONGEST_SEARCH_GAP * root)
+    return 1 << max(late, 1).bit_length() - 1
 
 
 def share_rows(wanted: Sequence[int], rows: int) -> list[int]:

@@ -246,7 +246,8 @@ def plan_copies(
     branched = any(one.branch for choices in chosen for one in choices)
     rows = limit_rows(members + sum(widest), members + max(widest), terms, branched=branched)
     step_count = count_bearable_steps(max(plan.price, terms.price_of(rows, branched=branched)), balance)
-    is_price_doubted = round_up_to_bucket(rows) in prices.chains.doubted_buckets
+    likely_rows = max(members + 1, count_likely_rows(controls, chosen))
+    is_price_doubted = round_up_to_bucket(min(rows, likely_rows)) in prices.chains.doubted_buckets
     if is_price_doubted or (branched and prices.branches.doubted_buckets):
         step_count = 1  # the first step tells what such steps cost
     if has_draft:
@@ -262,6 +263,19 @@ def plan_copies(
         self_funded=is_self_funded,
         steps=steps,
     )
+
+
+def count_likely_rows(controls: Sequence[SpeculationControl | None], chosen: Sequence[Sequence[ClassChoice]]) -> int:
+    """Return how many rows the next step has, if members copy that have a match now.
+
+    A launch may allow more rows than its members ever need together. Their price would be doubted for ever.
+    """
+    rows = len(controls)
+    for control, choices in zip(controls, chosen, strict=True):
+        group = -1 if control is None else find_match_class(control.matched)
+        if choices and group >= 0:
+            rows += choices[group].width
+    return rows
 
 
 def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:

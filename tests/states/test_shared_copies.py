@@ -192,6 +192,23 @@ def test_the_first_step_at_a_guessed_price_ends_its_launch_and_is_charged_what_i
     assert not prices.chains.doubted_buckets
 
 
+def test_a_launch_goes_on_where_too_few_members_match_for_the_rows_whose_price_was_guessed() -> None:
+    """Four members may have 64 rows together. With short matches they have fewer, whose price is known."""
+    alone = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 4, 0, 2000, 0))
+    rates = Rates(decode=alone, copy_times=(TimedStep(0, 1, 32, 1100, 1000),))
+    rates = copy_records.record_copy_time(rates, Shape(0, 4, 32), 2500, branched=False)
+    prices = estimate_copy_prices(rates, Shape(0, 4), 64)
+    assert prices.chains.doubted_buckets == {64}
+    assert plan_steps([start(rates, LONG) for _ in range(4)], prices, rates) == 1
+    for matched in ([SHORT, SHORT, 0, 0], [SHORT, 0, 0, 0], [0] * 4):
+        assert plan_steps([start(rates, one) for one in matched], prices, rates) > 1
+
+
+def plan_steps(members: list[SpeculationControl], prices: CopyPrices, rates: Rates) -> int:
+    plan = control.plan_copies(Plan((0,) * len(members)), members, prices, rates, 64)
+    return min(one.steps for one in plan.copying if one)
+
+
 @pytest.mark.parametrize(
     ("accepted", "copiers", "paid"), [(3, 16, True), (1, 16, False), (15, 1, False), (45, 1, True)]
 )

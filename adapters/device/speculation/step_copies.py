@@ -115,7 +115,7 @@ class StepCopies:
             self._matching.discard(slot)
             known = self._unmatched.get(slot)
             since = known.since if known is not None and known.state is state else len(state.tokens)
-            gap = choose_search_gap(len(state.tokens) - since)
+            gap = choose_search_gap(len(state.tokens) - since, len(slots))
             following = (step // gap + 1) * gap
             self._unmatched[slot] = UnmatchedText(state, since, following)
             next_search = min(next_search, following)

@@ -45,6 +45,7 @@ class Catalogue:
     _entries: dict[str, Entry] = field(factory=dict[str, Entry])  # by name
     _unlisted: set[str] = field(factory=set[str])  # written here since the last listing began
     _damaged: dict[str, str] = field(factory=dict[str, str])  # name -> version
+    _newer: set[str] = field(factory=set[str])  # of those: what a newer server wrote, which is not replaced
     _used_s: dict[str, float] = field(factory=dict[str, float])  # name -> time of the last use
 
     def is_known(self, run: Run) -> bool:
@@ -53,9 +54,9 @@ class Catalogue:
         with self.lock:
             return name in self._entries or name in self.hidden
 
-    def is_damaged(self, name: str) -> bool:
-        """Return whether the object of this name is known to be damaged."""
-        return name in self._damaged
+    def may_be_replaced(self, name: str) -> bool:
+        """Return whether the object of this name is damaged or of an older format."""
+        return name in self._damaged and name not in self._newer
 
     def count_held_bytes(self) -> int:
         """Return the bytes of all objects of the identity, those that cannot be used included."""
@@ -80,6 +81,7 @@ class Catalogue:
             for name, version in [*self._damaged.items()]:
                 if name not in listed or listed[name].version != version:
                     del self._damaged[name]
+            self._newer &= self._damaged.keys()
             self.listed = listed
             return [facts for facts in listed.values() if self._is_new(facts.name)]
 
@@ -106,6 +108,9 @@ class Catalogue:
             return  # removed since it was listed
         except (Damaged, Newer, Outdated) as error:
             self.note_damaged(facts, "damaged" if isinstance(error, Damaged) else "other_format")
+            if isinstance(error, Newer):
+                with self.lock:
+                    self._newer.add(facts.name)
         else:
             self.add(facts.name, entry)
 
@@ -140,6 +145,7 @@ class Catalogue:
         with self.lock:
             self.counts[kind] += 1
             self._damaged[facts.name] = facts.version
+            self._newer.discard(facts.name)
             if facts.name in self._entries:
                 self._drop(facts.name)
 

@@ -208,7 +208,7 @@ class Publisher:
         """Write a run. write: gets its name, and whether it replaces an object; returns its bytes."""
         name = name_run(self.catalogue.root, run)
         try:
-            size = await write(name, self.catalogue.is_damaged(name))
+            size = await write(name, self.catalogue.may_be_replaced(name))
         except ObjectExists:
             self.counts["already_there"] += 1  # the next listing brings it, with its size
         except StoreUnreachable as error:

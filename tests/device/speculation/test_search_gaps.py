@@ -68,17 +68,23 @@ def draw(rng: random.Random, count: int) -> list[int]:
 
 
 def test_gaps_grow_with_the_tokens_that_had_no_match():
-    assert [choose_search_gap(count) for count in (0, 15, 16, 32, 64, 128, 4096)] == [1, 1, 2, 4, 8, 16, 16]
+    counts = (0, 15, 16, 32, 64, 128, 4096)
+    assert [choose_search_gap(count, 1) for count in counts] == [1, 1, 2, 4, 8, 16, 16]
 
 
-@pytest.mark.parametrize("members", [1, 4, 16])
-def test_text_that_repeats_nothing_is_searched_in_52_of_256_steps_at_most(members: int):
+def test_gaps_grow_with_the_square_root_of_the_members():
+    counts = (0, 3, 4, 8, 32, 128, 4096)
+    assert [choose_search_gap(count, 16) for count in counts] == [1, 1, 2, 4, 16, 64, 64]
+
+
+@pytest.mark.parametrize(("members", "most"), [(1, 52), (4, 36), (16, 22)])
+def test_text_that_repeats_nothing_is_searched_in_few_steps(members: int, most: int):
     rng = random.Random(members)
     decoding = begin([draw(rng, 64) for _ in range(members)])
     for _ in range(256):
         assert decoding.take_step(draw(rng, members)) == [0] * members
     searches = decoding.proposer.searches
-    assert 256 // LONGEST_SEARCH_GAP <= len(searches) <= 52
+    assert most - 9 <= len(searches) <= most
     assert set(searches) == {tuple(range(members))}, "all members in the same steps"
 
 

@@ -32,7 +32,7 @@ def test_files_of_cancelled_uploads_are_not_counted_any_more(monkeypatch: pytest
         root=b"",
         count_held_bytes=lambda: 0,
         is_known=lambda _run: False,
-        is_damaged=lambda _name: False,
+        may_be_replaced=lambda _name: False,
     )
     made = Publisher(
         cast(Any, StuckClient()), cast(Any, None), cast(Any, catalogue), cast(Any, None), SharedLimits(1 << 30, 0, 1e9),

@@ -278,6 +278,9 @@ def test_an_object_of_another_format_is_left_alone(site: SharedSite, monkeypatch
     assert not server.restore()
     figures = server.tier.collect_figures().build_json()
     assert (figures["other_format"], figures["damaged"]) == (1, 0)
+    newer = path.read_bytes()
+    server.publish()
+    assert path.read_bytes() == newer, "a newer server reads it, and would have to write it again"
 
 
 def test_an_object_that_cannot_be_read_takes_nothing_else_away(site: SharedSite) -> None:

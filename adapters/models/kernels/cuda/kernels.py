@@ -311,7 +311,7 @@ class TritonKernels:
 
     def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
         x = self.add_norm(hidden, None, norm, eps)
-        if isinstance(packed, CudaWeight) and self.products.can_widen(x):
+        if isinstance(packed, CudaWeight) and not (packed.gated or packed.piece) and self.products.can_widen(x):
             self.products.multiply(x, packed.weight, out, gated=0)
         else:
             out.copy_(self.linear(x, packed))
