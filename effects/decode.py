@@ -43,11 +43,11 @@ def choose_search_gap(unmatched: int, members: int) -> int:
 def share_rows(wanted: Sequence[int], rows: int) -> list[int]:
     """Divide the rows of a step among the members that copy. wanted: the tokens that each of them would copy.
 
-    The shares are equal, except that nobody gets more than it wants. The first members get the rows that are left over.
-    So 7 rows for 9, 2 and 9 wanted tokens are shared as 3, 2 and 2.
+    The shares are equal, except that no member gets more than it wants. Rows that are left over go to the first
+    members. So 7 rows for 9, 2 and 9 wanted tokens are shared as 3, 2 and 2.
 
-    Every member pays for the step. If the first ones got all rows, the others would only be late. And the first tokens
-    after a match are right more often than those far behind it.
+    Every member pays for the step. If the first ones got all rows, the others would only lose time. And the first
+    tokens after a match are right more often than those far behind it.
     """
     shares = [0] * len(wanted)
     ascending = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))

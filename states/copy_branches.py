@@ -46,7 +46,7 @@ def count_branch_tokens(width: int, most: int) -> int:
 def estimate_copy_prices(rates: Rates, shape: Shape, most_rows: int) -> CopyPrices:
     """Return the prices of steps in which these requests copy, up to `most_rows` rows. shape: of their plain step.
 
-    Prices that were guessed are doubted: no step of so many requests and as many rows, or more, was measured.
+    A price is doubted if it was guessed: no step of so many requests with as many rows, or more, was timed.
     """
     times = merge_plain_times(rates, rates.copy_times)
     chains = estimate_prices(times, shape.span, shape.members, most_rows, only_rows_cost=True)

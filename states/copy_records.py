@@ -95,7 +95,8 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
 def has_paid(done: Decoded, charge: int, members: int) -> bool:
     """Return whether the tokens that a member copied were worth their part of what the step cost beyond a plain one.
 
-    Each member that copies has a part of the rows beyond one for each member, and bears as large a part of the cost.
+    The rows of a step beyond one for each member are copies. A member bears the same part of the cost as it has of
+    these rows.
 
     charge: of the step. members: the number of requests in the launch.
     """

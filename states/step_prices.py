@@ -143,8 +143,9 @@ def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: in
 def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int, *, only_rows_cost: bool) -> int:
     """Return the price of a step, which is never less than that of a plain one.
 
-    It is what was measured of this shape or of a wider one, since a wider step costs no less. Or it is what this many
-    rows cost a single request beyond its plain step. Or it is a guess.
+    It is what was measured of this shape or of a wider one, since a wider step costs no less. If only rows cost, it is
+    between the times of narrower and wider steps (`interpolate_time`). Or it is what this many rows cost a single
+    request beyond its plain step. Or it is a guess.
     """
     plain = times.get((span, members, 0), 0)
     own = {key[2]: ns for key, ns in times.items() if key[:2] == (span, members) and key[2]}
@@ -156,7 +157,7 @@ def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows:
         base = times.get((near_span, 1, 0), 0)
         wide = {key[2]: ns for key, ns in times.items() if key[:2] == (near_span, 1) and key[2]}
         if base and wide:
-            # Where rows alone cost something, a single request that feeds as many rows more is the measure.
+            # If only rows cost, take a single request's step with as many rows beyond one for each member.
             own_rows = max(1, rows - members + 1) if only_rows_cost else rows
             is_between = only_rows_cost and own_rows <= max(wide)
             took = (

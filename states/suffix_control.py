@@ -17,7 +17,7 @@ launch goes on while copies are right, wrong or missing.
 * Rules hold for the members that the launch begins with, because prices depend on their number. Once one has ended or
   joined, nothing is copied, and the next match that a rule would copy from ends the launch.
 * A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward,
-  by a margin (COPIED_VALUE). That is estimated as if nobody else copied in the same step.
+  by a margin (COPIED_VALUE). That is estimated as if no other member copied in that step.
 * If several members copy in one step, they share its rows evenly (`effects.decode.share_rows`), since all pay for it.
 * A price that was guessed is doubted: its first step with copies ends the launch, and is charged what it took.
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
@@ -73,8 +73,8 @@ from states.step_prices import UNIT, round_up_to_bucket
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
 # Least decode steps for each member before the core decides again where nothing is copied. Ends of launches cost time.
 REVIEW_STEPS = 64
-# Thousandths that a token copied for one of several requests counts. If one of n ends a step sooner, other steps get
-# shorter by less than an n-th. And outcomes with copies cost the core 1.4 ms for 16 requests, which no price has.
+# The worth of a copied token, in thousandths, where several requests decode together. If one of n ends a step sooner, a
+# step gets shorter by less than an n-th. And prices leave out the core's work for outcomes with copies: 1.4 ms for 16.
 COPIED_VALUE = 700
 
 

@@ -41,8 +41,8 @@ class InFlightStep:
     """A step that the device runs now or will run next.
 
     picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
-    first, because a grammar or penalties of a request ask for it. rows: of the prompts that go along. first_picks: of
-    the last members, which joined when the forward was launched already. Their last rows were kept (`last_row.py`).
+    first, because a grammar or penalties of a request ask for it. rows: of the prompts that go along. first_picks:
+    tokens of the last members, which joined after the forward was launched. Their last rows are kept (`kept_rows.py`).
     """
 
     members: Sequence[BatchMember]

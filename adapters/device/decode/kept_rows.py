@@ -1,9 +1,9 @@
 """First tokens of prompts that go along with decode steps, picked behind the forward that has the prompt's last row.
 
 Problem. A prompt's first decode step feeds its last token. Beside other prompts that step is one more wide forward,
-which takes some 30 ms for an 8B shape on an H200. All rows of an agent's usual turn take twice as long.
+which takes some 30 ms for an 8B shape on an H200. The rows of an agent's usual turn take some 70 ms (decision 077).
 
-Idea. The forward with the last rows of a prompt has the row of its last token as well, as in `last_row.py`. The host
+Idea. The forward with the last rows of a prompt computes the row of its last token too, as in `last_row.py`. The host
 reports these rows when it launches them, and the core asks for the first decode step while the forward still runs. That
 step joins the step in flight: its token is picked from the kept row. The next forward has the row behind it:
 
@@ -34,7 +34,7 @@ log = logging.getLogger("rekindle.device")
 
 
 def keep_last_rows(along: Sequence[PromptRows], buckets: Sequence[int], hidden: Tensor, decode_rows: int) -> None:
-    """Keep what a forward left of the last rows of prompts. decode_rows: in front of the rows that go along."""
+    """Keep what a forward left of the last rows of prompts. decode_rows: the number of rows in front of those."""
     stop = decode_rows
     for rows in along:
         piece = rows.computed_piece

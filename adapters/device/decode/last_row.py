@@ -6,7 +6,7 @@ state of this row waits in the slot's state (`SlotState.last_row`). The first de
 step has other requests as well, the row is computed again, since a row more costs nothing there. The core (`states/`)
 knows nothing of this: to it, rows behind the valid ones are garbage.
 
-Prompts that go along with decode steps have this row, too (`kept_rows.py`).
+A forward that decode steps share with prompts may have this row as well (`kept_rows.py`).
 
 The bits are the same, because a row does not depend on the rows that share its forward. Recurrent layers leave the
 last rows of such a step in their rings (`StateBatch.holds`), so that the last one can be committed later, or never.

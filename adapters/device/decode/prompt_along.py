@@ -100,7 +100,7 @@ class PlaceAlong:
     """The place of the prompts that go along with a launch. Used on the lane.
 
     chunk: the most rows of a forward. is_abandoned: is a request given up? keeps_last_rows: may forwards have the rows
-    of prompts' last tokens? With positional state or a draft they may not, since both would have to take a row back.
+    of prompts' last tokens? With positional state or a draft they may not: these would have to take the row back.
     """
 
     shard: Pipeline

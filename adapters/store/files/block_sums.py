@@ -1,9 +1,9 @@
 """Sums of the blocks of stored rows: XXH3 with 128 bits over every 128 KiB of the content of a frame.
 
-The compiled library takes them (sums.h). Where there is none, numpy does: the products of all stretches of all blocks
-at once, and then one scramble of all blocks after the other. A block of fewer than LEAST_SUMMED bytes is summed with
-zeros behind it, since XXH3 has other rules for short contents. That is safe here: the length of every content follows
-from its run.
+The compiled library takes them (sums.h). Where there is none, numpy does. It multiplies all stretches of a block at
+once, and scrambles the lanes of all blocks together, stretch by stretch. A block of fewer than LEAST_SUMMED bytes is
+summed with zeros behind it, since XXH3 has other rules for short contents. That is safe here: the length of every
+content follows from its run.
 
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 128 << 10  # the most that a block of a zstd frame may have
 SUM_BYTES = 16
-LEAST_SUMMED = 256
-STRIPE = 64
+LEAST_SUMMED = 256  # bytes
+STRIPE = 64  # bytes that are added to the lanes at once
 STRETCH = 1024  # bytes between two scrambles
-SCRAMBLED_WITH = 128  # where in the secret; and so on
+# Where in SECRET the keys of these operations begin.
+SCRAMBLED_WITH = 128
 LAST_WITH = 121
 MERGED_WITH = 11
 MERGED_LAST_WITH = 117
@@ -88,7 +89,7 @@ def sum_rows(blocks: NDArray[np.uint8]) -> bytes:
     rest = blocks[:, begin : begin + stripes * STRIPE].reshape(count, stripes, STRIPE)
     last = blocks[:, -STRIPE:].reshape(count, 1, STRIPE)
     keys = np.stack([view_secret(8 * stripe) for stripe in range(STRETCH // STRIPE)])
-    # One block after the other, so that what is between stays in the processor's cache.
+    # One block after the other, so that intermediate arrays stay in the processor's cache.
     parts = [add_stripes(block[:begin].reshape(stretches, STRETCH // STRIPE, STRIPE), keys) for block in blocks]
     added = np.stack(parts)
     lanes = np.tile(np.array(LANES, np.uint64), (count, 1))

@@ -13,7 +13,7 @@ _find_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_A
 
 @cache
 def load_functions() -> ctypes.CDLL | None:
-    """Return the library's functions, which let go of the interpreter. None where there is no library."""
+    """Return the library's functions, whose calls release the GIL. None where there is no library."""
     from adapters.models.kernels.cpu.native.native_library import find_library  # noqa: PLC0415 - readers need none
 
     library = find_library()
@@ -22,7 +22,7 @@ def load_functions() -> ctypes.CDLL | None:
 
 @cache
 def load_brief_functions() -> ctypes.PyDLL | None:
-    """Return the same functions, which keep the interpreter."""
+    """Return the same functions, whose calls keep the GIL."""
     from adapters.models.kernels.cpu.native.native_library import find_library  # noqa: PLC0415 - readers need none
 
     library = find_library()

@@ -50,9 +50,9 @@ def count_head_bytes(content: int) -> int:
 
 
 def pack_head(data: bytes) -> bytes:
-    """Return the plain frame of a head. There is a compiled library.
+    """Return the plain frame of a head. Requires the compiled library.
 
-    The interpreter is kept, since another thread might take it for longer than this takes.
+    The call keeps the GIL, since another thread might hold it for longer than the call takes.
     """
     compiled = load_brief_functions()
     assert compiled is not None, "callers have asked for it"
@@ -62,7 +62,7 @@ def pack_head(data: bytes) -> bytes:
 
 
 def pack_rows(data: Buffer) -> tuple[bytes, bytes]:
-    """Return the plain frame of rows and the sums of its blocks. There is a compiled library."""
+    """Return the plain frame of rows and the sums of its blocks. Requires the compiled library."""
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
     compiled = load_functions()

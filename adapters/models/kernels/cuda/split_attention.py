@@ -59,8 +59,9 @@ class CodeConstants(TypedDict):
 def count_programs(rows: int, head: int) -> int:
     """Return how many programs there are for each processor, in a step of so many rows with such heads.
 
-    A processor runs two at a time, or one with wide heads. While one of two computes, the rows of the other one come.
-    In steps of many rows there are more programs, of a split or a few: a processor that is free takes the next one.
+    A processor runs two at a time, or one if heads are wide. While one of the two computes, rows of the other are
+    loaded. In steps of many rows there are more programs with one split or a few each, and a free processor takes the
+    next one.
     """
     if head > 128:
         return 1
@@ -191,9 +192,9 @@ def attend_row_window(
         *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches),
         batch.slots,
         batch.positions,
-        batch.positions if batch.pages is None else batch.pages,  # never read without
+        batch.positions if batch.pages is None else batch.pages,  # without pages, never read
         out,
-        q if rule.sinks is None else rule.sinks,  # never read without
+        q if rule.sinks is None else rule.sinks,  # without sinks, never read
         capacity,
         head**-0.5 * LOG2_E,
         KV=kv,

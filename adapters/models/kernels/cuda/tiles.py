@@ -191,8 +191,8 @@ def choose_tile_of_tall_rows(
 ) -> Tile | None:
     """Choose a tile of `linear_ahead` whose tall operand is rows of x; None: it is the weight.
 
-    64 rows of a weight are as many bytes as 64 rows of x. Where such tiles give work to less than half of all
-    processors, these wait for what reaches their shared memory. So there are twice as many programs, if sums are long.
+    64 rows of a weight are as many bytes as 64 rows of x. If tiles of 64 outputs give work to at most half of all
+    processors, these wait for bytes on their way to shared memory. So tiles have 32 outputs if sums are long.
     """
     few = 2 * count_parts(columns, TALL_ROWS) <= processors
     if not (few and TALL_ROWS // 2 < count <= TALL_ROWS and depth >= LONG_SUM):

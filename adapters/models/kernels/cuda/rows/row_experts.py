@@ -1,7 +1,7 @@
-"""Launches of a layer of experts for a step of one row, in four in place of eight: router, two products, and a sum.
+"""Launches the experts of a layer for a step of one row: the router, two products, and a sum with the next norm.
 
-It serves experts in MXFP4 with biases, as gpt-oss has them. Every kernel makes the choice of experts for itself, the
-first product is followed by its gate, and the sum is left to the next norm.
+It serves experts in MXFP4 with biases, as gpt-oss has them. Every kernel behind the router chooses the experts itself,
+so the choice has no launch. The first product also computes its gate. The sum is left to the next norm (`RowSums`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RowExperts:
         return choose_packed_group_tile(experts.shape.chosen, experts.shape.count, part, self.shared)
 
     def run(self, kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch) -> RowSums:
-        """Run a row through a layer of experts that `are_served`. What they return must still be added up."""
+        """Run a row through a layer of experts that `are_served`. The results of the experts must still be added up."""
         shape = experts.shape
         each = experts.each
         correction = experts.correction

@@ -1,8 +1,8 @@
 """Blocks of packed weights as the left side of products of many rows, and the warps that make scales for them.
 
-Where each word has a scale and a minimum, these take as many instructions as the numbers. A lane that makes them for
-itself also needs registers for them, and shuffles. So two warps of a program make the scales of all of its rows, ahead,
-in shared memory.
+Where each word has a scale and a minimum, computing these takes as many instructions as unpacking the numbers. If each
+lane did it for itself, it would also need registers and shuffles. So two warps of a program make the scales of all of
+its rows ahead of their use, in shared memory (decision 073).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STAGES = gl.constexpr(4)  # blocks whose scales are in shared memory
 
 @gluon.constexpr_function
 def are_scales_made(form: BlockForm, dtype: Any) -> bool:
-    """Return whether warps of their own make scales."""
+    """Return whether separate warps make the scales."""
     return form.has_scale_of_word and dtype == gl.bfloat16
 
 
 @gluon.jit
 def open_scales(MADE: gl.constexpr):
-    """Allocate memory for scales of blocks, and barriers that tell when they are made and when both consumers have
-    taken them. MADE: see `are_scales_made`; without, there are none.
+    """Allocate memory for scales of blocks, and two kinds of barriers: scales are made, and both consumers have read
+    them. MADE: see `are_scales_made`; if it is false, nothing is allocated.
     """
     shared = (0, 0, 0)
     if MADE:
@@ -67,7 +67,7 @@ def make_scales(levels_ptr, scales, made, taken, n0, columns, blocks, steps, FOR
 
 @gluon.jit
 def load_packed(matrix, coordinates, block, blocks, FORM: gl.constexpr, MADE: gl.constexpr):
-    """Load a block in packed form, the last one in place of those behind it. MADE: without levels."""
+    """Load a block in packed form. Behind the last block it loads that one again. MADE: only words, no levels."""
     block = gl.minimum(block, blocks - 1)
     if MADE:
         held = (load_words(matrix[0], coordinates, block, blocks), 0)

@@ -1,9 +1,9 @@
 """Products of one row's experts on Hopper (compute capability 9.0), with weights that stay packed.
 
-The sums are those of `packed_groups.multiply_few`, and so is the way through them. What is known here: there is one
-row, and the rows of every expert's weight fill all units. Every program finds out which experts these are. A gate
-product is followed by its activation. A unit then has eight rows of gates and the eight that these let through, by
-turns, so that both of a pair are in one thread.
+The order of the sums is that of `packed_groups.multiply_few`. Here there is one row, and the rows of every expert's
+weight fill whole units of ROWS. Every program finds the chosen experts itself (`wanted_experts`). A product of gates
+also computes the activation. Then a unit has eight rows of gates and the eight rows that these gates scale, in turn, so
+that both of a pair are in one thread.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def multiply_row(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out[tile] = x[tile] @ w[expert].T for the TILES experts that a row wants most out of EXPERTS.
+    """Compute out[tile] = x[tile] @ w[expert].T for the TILES experts that a row chooses out of EXPERTS.
 
-    logits, correction: see `find_wanted`. GATE: all experts have the same row of x, and COLUMNS are those of gates, and
-    as many behind them that these let through; out has what comes of it (`linear.apply_gate`). bias: `[EXPERTS,
-    COLUMNS]`, is added to these sums first. 0: there is neither, and logits are older than the kernel before this one,
-    so that weights are requested while it still runs. BLOCKS: of a row of w. EACH: of a piece.
+    logits, correction: see `find_wanted`. GATE: all experts have the same row of x. COLUMNS are gates, and behind them
+    as many values that these gates scale; out has the activation of both (`linear.apply_gate`). bias: `[EXPERTS,
+    COLUMNS]`, is added to these sums first. If GATE is 0, there is neither gate nor bias. The logits are then older
+    than the kernel before this one, so weights are requested while that one still runs. BLOCKS: of a row of w. EACH:
+    blocks of a piece.
 
     Every program takes an equal share of all units, in order. Each warp has a piece of all sums. The packed words of
     the next unit are on their way while one is multiplied.

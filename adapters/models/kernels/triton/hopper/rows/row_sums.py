@@ -1,6 +1,6 @@
 """The sum over the experts of a row, with the norm behind it.
 
-No kernel has chosen the experts: see `wanted_experts`. So they are chosen here once more, with their weights.
+No launch stores the choice of experts: see `wanted_experts`. So this kernel makes it again, with their weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The experts that a row wants most, found by every warp for itself.
+"""The experts with the largest logits of a row, found by every warp for itself.
 
-A launch of its own would take longer than the choice. Lane e of a warp has the logit of expert e as a whole number that
-compares as the logit does. Warps of Hopper find the greatest number of their lanes by one instruction.
+A launch for the choice would take longer than the choice itself. Lane e of a warp holds the logit of expert e as an
+integer with the same order. A warp of Hopper finds the largest integer of its lanes by one instruction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_EXPERTS = 32  # one for each lane
 
 @gluon.constexpr_function
 def _write_text(count, active):
-    """Return the instructions that find the `active` experts that are wanted most out of `count`."""
+    """Return the instructions that find the `active` experts with the largest logits out of `count`."""
     logits = f"${active}"
     correction = f"${active + 1}"
     text = f"""{{

@@ -1,8 +1,8 @@
 """Attention of one row with a window on Hopper: one program has all keys that a key head sees.
 
 The arithmetic is that of `hopper_attention` and `hopper_merge`: tiles join a split, and splits join each other. There
-splits are programs of their own, and their partials go through memory. A window of a few tiles takes longer for that
-than for its keys.
+each split is a program, and partials go through memory. For a window of a few tiles, that takes longer than reading its
+keys.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def attend_window(
 ):
     """Attend with the row of a step, by a program for each key head. A row at a negative position becomes zeros.
 
-    TILES: that a window touches, at most. All of them fit into shared memory. Those before the newest one were written
+    TILES: the most that a window touches. All of them fit into shared memory. Those before the newest one were written
     by earlier steps, so they are requested while the kernels before still run.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
