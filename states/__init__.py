@@ -13,7 +13,7 @@ folder is flat, because its modules are one machine. By subject:
   `pacing.py`.
 * Which rows are kept, found, loaded or computed: `policy.py` (the planner is there), `kept_rows.py`, `sequences.py`,
   `scope.py`, `checkpoints.py`.
-* How much is proposed: `speculation_plan.py`, `speculation_control.py`, `suffix_control.py`,
+* How much is proposed: `speculation_plan.py`, `speculation_control.py`, `suffix_control.py`, `copy_choice.py`,
   `copy_branches.py`, `copy_records.py`.
 * How long things take: `rates.py`, `measured_rates.py`, `step_prices.py`.
 * Where weights are: `residency.py`, `experts.py`.

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 from attrs import evolve
 
-from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
+from effects.decode import MATCH_CLASSES, Decoded, find_match_class
 from states import speculation_control
 from states.copy_branches import (
     count_branch_tokens,
@@ -53,6 +53,7 @@ from states.copy_branches import (
     estimate_tree_gain,
     update_branch_gain,
 )
+from states.copy_choice import ClassChoice, CopyOption, count_likely_rows, make_rule
 from states.rates import ClassGains, Rates
 from states.settings import Settings
 from states.speculation_control import (
@@ -163,24 +164,6 @@ def update_class_gains(
 # --- what the members of a launch copy ---
 
 
-class CopyOption(NamedTuple):
-    """One number of tokens that a member could copy, and the price of a step in which no other member copies."""
-
-    at: int  # the index of the width
-    width: int
-    price: int
-    branch: int = 0  # of these tokens, those on a branch
-
-
-class ClassChoice(NamedTuple):
-    """The number of tokens that are copied after matches of one class."""
-
-    width: int  # 0: nothing is copied
-    branch: int = 0  # of these tokens, those on a branch
-    is_trial: bool = False  # copying is not expected to pay, and is tried once more
-    could_pay: bool = False  # nothing is copied, but copying would pay if all copies were right
-
-
 class CopyTerms(NamedTuple):
     """The figures common to the members of a launch when their copies are chosen.
 
@@ -263,27 +246,6 @@ def plan_copies(
         self_funded=is_self_funded,
         steps=steps,
     )
-
-
-def count_likely_rows(controls: Sequence[SpeculationControl | None], chosen: Sequence[Sequence[ClassChoice]]) -> int:
-    """Return how many rows the next step has, if members copy that have a match now.
-
-    A launch may allow more rows than its members ever need together. Their price would be doubted for ever.
-    """
-    rows = len(controls)
-    for control, choices in zip(controls, chosen, strict=True):
-        group = -1 if control is None else find_match_class(control.matched)
-        if choices and group >= 0:
-            rows += choices[group].width
-    return rows
-
-
-def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
-    """Return the rule by which a member copies. choices: one for each class of matches, none if it copies nothing."""
-    counts = tuple(one.width - one.branch for one in choices)
-    branches = tuple(one.branch for one in choices)
-    nothing = (0,) * len(MATCH_CLASSES)
-    return Copying(counts or nothing, rows, steps, branches or nothing)
 
 
 def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassChoice]:

@@ -141,8 +141,9 @@ def test_a_few_failures_are_counted_and_many_end_the_run() -> None:
 
 
 def test_figures_compare_each_part_that_was_asked_for_with_the_peer() -> None:
+    about = {"shape": "8b", "file": None, "packing": ""}
     given = argparse.Namespace(
-        parts="agents,restart", lengths="512,2048", sessions=16, turns=6, levels="1", prompts=256, file=None, packing=""
+        parts="agents,restart", lengths="512,2048", sessions=16, turns=6, levels="1", prompts=256, **about
     )
     names = [name for part in ("agents", "restart") for *_, name in peer.ROWS[part](given)]
     figures = {"ours": dict.fromkeys(names, 1.0), "vLLM": dict.fromkeys(names, 2.0)}

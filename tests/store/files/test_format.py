@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import subprocess
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from attrs import evolve
 
 from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoint_key, pack_tokens
 from adapters.store.file_description import read_head
-from adapters.store.files import seekable
+from adapters.store.files import file_format, seekable
 from adapters.store.files.codec import CodecChooser, choose_codec, compute_ratio
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
@@ -318,3 +319,15 @@ def test_the_command_line_of_zstd_opens_a_file(tmp_path: Path) -> None:
     tensors = safetensors.torch.load_file(tmp_path / "rows.safetensors")
     assert tensors.pop("tokens").tolist() == list(TOKENS[8:])
     assert same(tensors, rows_of(TOKENS, 8, WIDE))
+
+
+def test_frames_that_claim_terabytes_are_counted_before_they_are_listed() -> None:
+    frames = [(100, 100), *[(16, (1 << 32) - 1)] * 16_000]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Damaged, match="frames' sizes"):
+            file_format.check_frames(frames, sum(content for _, content in frames[1:]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
