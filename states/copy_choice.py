@@ -1,4 +1,4 @@
-"""The choice of what each member of a launch copies after matches of each class, as an executor is told it."""
+"""The choice of copies for each member of a launch, and the rule that the device follows while the launch runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepMember
 from adapters.device.speculation.proposer import NO_COPIES, CopiedTexts, DecodingSlot, TextProposer
 from adapters.models.kernels.interfaces.text_matching import Branch
-from effects.decode import LONGEST_SEARCH_GAP, RunDecode, choose_search_gap, find_match_class, share_rows
+from effects.decode import RunDecode, choose_search_gap, find_match_class, share_rows
 from effects.ids import Tokens
 
 
@@ -96,13 +96,13 @@ class StepCopies:
         assert self.proposer is not None
         step = self._steps
         due = list[tuple[int, SlotState]]()
-        next_search = step + LONGEST_SEARCH_GAP
+        searches = list[int]()  # the next one of each text
         for slot, state in slots:
             known = self._unmatched.get(slot)
             if known is None or known.state is not state or known.due <= step:
                 due.append((slot, state))
             else:
-                next_search = min(next_search, known.due)
+                searches.append(known.due)
         matches = dict.fromkeys([slot for slot, _ in slots], 0)
         found = self.proposer.find_matches(due) if due else ()
         for (slot, state), matched in zip(due, found, strict=True):
@@ -110,7 +110,7 @@ class StepCopies:
                 matches[slot] = matched
                 self._matching.add(slot)
                 self._unmatched.pop(slot, None)
-                next_search = step + 1
+                searches.append(step + 1)
                 continue
             self._matching.discard(slot)
             known = self._unmatched.get(slot)
@@ -118,8 +118,8 @@ class StepCopies:
             gap = choose_search_gap(len(state.tokens) - since, len(slots))
             following = (step // gap + 1) * gap
             self._unmatched[slot] = UnmatchedText(state, since, following)
-            next_search = min(next_search, following)
-        self._next_search = next_search
+            searches.append(following)
+        self._next_search = min(searches, default=step + 1)
         return list(matches.values())
 
     def count_on_branch(self, slot: int) -> int:
