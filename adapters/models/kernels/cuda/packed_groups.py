@@ -191,7 +191,8 @@ def _multiply_gathered(
 ) -> None:
     """Gather the rows of x in the order of their experts, so that bulk copies can bring them, and multiply them."""
     options = launch_options(4, pdl)
-    pairs, columns = len(dealt.pairs), x.shape[1]
+    pairs = len(dealt.pairs)
+    columns = x.shape[1]
     gathered = x.new_empty(pairs, columns)
     grid = (count_parts(pairs, 4), count_parts(columns, _GATHERED))
     sizes = (pairs, len(x), columns)
