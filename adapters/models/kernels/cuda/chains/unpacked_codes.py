@@ -82,7 +82,7 @@ class UnpackedAttention:
         scales = [TensorDescriptor.from_tensor(one, [1, KV_TILE], line) for one in of_tiles]
         has_sinks = rule.sinks is not None
         for first in range(0, kv, at_once):
-            self._unpack(first)
+            self.unpack(first)
             launch(
                 unpacked_chain.attend_unpacked_chain,
                 (len(self.tiles) * self.parts * at_once,),
@@ -111,7 +111,7 @@ class UnpackedAttention:
             )
         return out
 
-    def _unpack(self, first: int) -> None:
+    def unpack(self, first: int) -> None:
         """Unpack the rows of the key heads from `first` on."""
         keys, values = self.caches
         _, kv, capacity = cache_sizes(keys, self.batch)

@@ -28,10 +28,11 @@ def _unpack_tile(
     APART: tl.constexpr,
 ):
     """Unpack the rows from `row` on to those from `to` on. Rows that are not seen become zeros with a scale of zero."""
-    tile, scale = load_tile(rows, scales, row, 0, HEAD, HEAD, BLOCK_N, KIND, APART, numbers_ptr.dtype.element_ty)
+    tile, scale = load_tile(rows, scales, row, 0, HEAD, HEAD, BLOCK_N, KIND, APART, tl.float32)
     i = to + tl.arange(0, BLOCK_N)
     numbers = tl.where(is_seen[:, None], tile, 0.0)
-    tl.store(numbers_ptr + i.to(tl.int64)[:, None] * HEAD + tl.arange(0, HEAD)[None, :], numbers)
+    at = i.to(tl.int64)[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
+    tl.store(numbers_ptr + at, numbers.to(numbers_ptr.dtype.element_ty))
     tl.store(factors_ptr + i, tl.where(is_seen, scale, 0.0))
 
 
