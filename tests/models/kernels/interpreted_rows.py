@@ -96,8 +96,8 @@ def check_unpacked_codes() -> None:
     )
     for name in ("int8", "int4", "int3.5", "k=int8,v=bf16"):
         layout = RowLayout(read_row_types(name, torch.bfloat16), head)
-        drawn = iter([random(6, kv, PAGE, head, seed=seed).bfloat16() for seed in (1, 2)])
-        caches = layout.open_parts([one.view(layout.dtype) for one in layout.encode(lambda drawn=drawn: next(drawn))])
+        drawn = [random(6, kv, PAGE, head, seed=seed).bfloat16() for seed in (1, 2)]
+        caches = layout.open_parts([one.view(layout.dtype) for one in layout.encode(drawn.pop)])
         batch = Batch(24, CPU, pages=table)
         batch.load(Step((Segment(1, start, rows),), 24), [0] * rows)
         for heads in (2, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 import pytest
 import torch
@@ -22,28 +23,28 @@ CASES = (  # the format of rows, numbers of a head, heads of a key head, and whe
 
 
 @pytest.fixture(scope="module")
-def unpacked():
+def unpacked() -> Any:
     return load_kernels(f"{HOPPER}.codes.unpacked_chain")
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("span", [(500, 9), (0, 20), (255, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_unpacked_rows_are_attended_tile_after_tile(unpacked, case, span):
+def test_unpacked_rows_are_attended_tile_after_tile(
+    unpacked: Any, case: tuple[str, int, int, bool], span: tuple[int, int]
+) -> None:
     """Two of four key heads. Rows behind the last tile that is seen hold anything."""
     name, head, group, plain = case
     layout = RowLayout(read_row_types(name, BF16), head)
     capacity, bucket, kv, first_head = 768, 32, 2, 1
     start, count = span
     end = -(-(start + count) // TILE) * TILE
-    known = [encode_rows(layout, [span], capacity, 0)[1], encode_rows(layout, [span], capacity, 0)[1]]
-    both = [[one[part][0].clone() for part in range(2) for one in (each[0], each[1])] for each in known]
-    for numbers in (both[0][0], both[0][1], both[1][0], both[1][1]):
-        numbers[start + count : end] = 0
-        numbers[end:] = torch.nan
-    for scales in (both[0][2], both[0][3], both[1][2], both[1][3]):
-        scales[start + count :] = 0
-    keys, values, key_scales, value_scales = (torch.cat(pair) for pair in zip(*both, strict=True))
+    _, (key_rows, value_rows), _ = encode_rows(layout, [span, span], capacity, 0)
+    (keys, key_scales), (values, value_scales) = ((one.clone() for one in rows) for rows in (key_rows, value_rows))
+    for numbers, scales in ((keys, key_scales), (values, value_scales)):
+        numbers[:, start + count : end] = 0
+        numbers[:, end:] = torch.nan
+        scales[:, start + count :] = 0
     consumers = 2 if head < 256 else 1
     parts = group // gcd(group, 64 * consumers)
     tiles = torch.tensor(list(cut_into_tiles([span], 64 * consumers * parts // group, bucket)))
@@ -52,17 +53,20 @@ def test_unpacked_rows_are_attended_tile_after_tile(unpacked, case, span):
     scale = head**-0.5 * 1.4426950408889634
     launch(
         unpacked.attend_unpacked_chain, (len(tiles) * parts * kv,), len(name) + head, Pointer(q),
-        Descriptor(keys, (TILE, head)), Descriptor(values, (TILE, head)),
+        Descriptor(keys.flatten(0, 1), (TILE, head)), Descriptor(values.flatten(0, 1), (TILE, head)),
         Descriptor(key_scales.view(-1, TILE), (1, TILE)), Descriptor(value_scales.view(-1, TILE), (1, TILE)),
         Pointer(tiles), Pointer(out), None, first_head, capacity, len(tiles), scale, HEADS=4 * group, KV=kv,
         GROUP=group, PARTS=parts, SPLIT=SPLIT, CONSUMERS=consumers, STAGES=2 if head > 64 else 3, REGISTERS=240,
         SINKS=False, PLAIN=plain, PDL=True, num_warps=4 if consumers == 2 else 8,
     )  # fmt: skip
     position = (start + torch.arange(count)).repeat_interleave(group)
-    for number, (k, v, k_scales, v_scales) in enumerate(both):
+    for number in range(kv):
         own = slice((first_head + number) * group, (first_head + number + 1) * group)
         mine = q[:count, own].reshape(-1, head)
-        expected = attend(mine, k.nan_to_num(0), v.nan_to_num(0), position, scale, scales=(k_scales, v_scales))
+        both = key_scales[number], value_scales[number]
+        expected = attend(
+            mine, keys[number].nan_to_num(0), values[number].nan_to_num(0), position, scale, scales=scales
+        )
         assert torch.equal(out[:count, own].reshape(-1, head), expected)
         assert not out[count:, own].any()
     assert out[:, :group].isnan().all()
