@@ -151,9 +151,16 @@ def open_rows(name, kv, head, slots, pages):
     return caches, table
 
 
-@pytest.mark.parametrize("fitting", [4, 1, 0])
-@pytest.mark.parametrize("heads", [(8, 2, 64), (32, 4, 128), (12, 2, 256)], ids=str)
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "int3.5", "k=int8,v=int4", "k=int8,v=bf16"])
+UNPACKED = ("int8", "fp8", "int4", "int3.5", "k=int8,v=int4", "k=int8,v=bf16")
+UNPACKED_HEADS = ((8, 2, 64), (32, 4, 128), (12, 2, 256))
+UNPACKED_CASES = [
+    *((name, heads, 4) for name in UNPACKED for heads in UNPACKED_HEADS),
+    *(("int4", heads, 1) for heads in UNPACKED_HEADS),
+    ("int8", (32, 4, 128), 0),
+]
+
+
+@pytest.mark.parametrize(("name", "heads", "fitting"), UNPACKED_CASES, ids=str)
 def test_a_chunk_attends_to_unpacked_codes_with_the_bits_of_the_plain_kernel(monkeypatch, name, heads, fitting):
     """The last of two slots. Where not even one head fits into the memory for unpacked rows, a kernel unpacks them."""
     count, kv, head = heads
