@@ -23,7 +23,7 @@ CASES = (  # the format of rows, numbers of a head, heads of a key head, and whe
 
 
 @pytest.fixture(scope="module")
-def unpacked() -> Any:
+def chain_kernels() -> Any:
     return load_kernels(f"{HOPPER}.codes.unpacked_chain")
 
 
@@ -31,7 +31,7 @@ def unpacked() -> Any:
 @pytest.mark.parametrize("span", [(500, 9), (0, 20), (255, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_unpacked_rows_are_attended_tile_after_tile(
-    unpacked: Any, case: tuple[str, int, int, bool], span: tuple[int, int]
+    chain_kernels: Any, case: tuple[str, int, int, bool], span: tuple[int, int]
 ) -> None:
     """Two of four key heads. Rows behind the last tile that is seen hold anything."""
     name, head, group, plain = case
@@ -52,7 +52,7 @@ def test_unpacked_rows_are_attended_tile_after_tile(
     out = torch.full(q.shape, torch.nan, dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        unpacked.attend_unpacked_chain, (len(tiles) * parts * kv,), len(name) + head, Pointer(q),
+        chain_kernels.attend_unpacked_chain, (len(tiles) * parts * kv,), len(name) + head, Pointer(q),
         Descriptor(keys.flatten(0, 1), (TILE, head)), Descriptor(values.flatten(0, 1), (TILE, head)),
         Descriptor(key_scales.view(-1, TILE), (1, TILE)), Descriptor(value_scales.view(-1, TILE), (1, TILE)),
         Pointer(tiles), Pointer(out), None, first_head, capacity, len(tiles), scale, HEADS=4 * group, KV=kv,
@@ -64,9 +64,7 @@ def test_unpacked_rows_are_attended_tile_after_tile(
         own = slice((first_head + number) * group, (first_head + number + 1) * group)
         mine = q[:count, own].reshape(-1, head)
         both = key_scales[number], value_scales[number]
-        expected = attend(
-            mine, keys[number].nan_to_num(0), values[number].nan_to_num(0), position, scale, scales=scales
-        )
+        expected = attend(mine, keys[number].nan_to_num(0), values[number].nan_to_num(0), position, scale, scales=both)
         assert torch.equal(out[:count, own].reshape(-1, head), expected)
         assert not out[count:, own].any()
     assert out[:, :group].isnan().all()
