@@ -14,7 +14,7 @@ from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import packed_rows
 from adapters.models.kernels.triton_launch import launch
 
-_MANY_ROWS = 64  # of a step whose programs take several heads
+MANY_ROWS = 64  # of a step whose programs take several heads
 # Heads of such a program, which it takes one after the other. An H200 starts a program every 1.2 ns, and all of them
 # together turn heads faster than that.
 _AT_ONCE = 8
@@ -42,7 +42,7 @@ def scales_of(cache: Tensor) -> Tensor:
 
 def _count_heads_at_once(rows: int) -> int:
     """Return how many heads a program takes, one after the other. In a step of few rows each has one of its own."""
-    return _AT_ONCE if rows > _MANY_ROWS else 1
+    return _AT_ONCE if rows > MANY_ROWS else 1
 
 
 def _describe_rotation(head: int, block: int) -> Constants:
