@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cuda.chains.chain_choice import attend_chain
+from adapters.models.kernels.cuda.chains.chain_launch import attend_chain
 from adapters.models.kernels.cuda.chains.unpacked_codes import LEAST_ROWS, can_unpack, place_unpacked
 from adapters.models.kernels.cuda.descriptors import (
     AttentionArguments,

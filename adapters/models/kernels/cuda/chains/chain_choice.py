@@ -1,9 +1,8 @@
-"""Chooses the kernel of Hopper's that attends with many rows, describes keys and values to it, and launches it."""
+"""Chooses the kernel of Hopper's that attends with many rows, and describes keys and values to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any
 
 import torch
@@ -11,23 +10,13 @@ from attrs import frozen
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from adapters.models.kernels.cuda.descriptors import (
-    cache_sizes,
-    describe_blocks,
-    launch_options,
-    page_size,
-    shared_layout,
-    word_layout,
-)
-from adapters.models.kernels.cuda.split_attention import CODE_KINDS, LOG2_E
-from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
-from adapters.models.kernels.cuda.tiles import CHAIN_AHEAD, CODED_AHEAD, KV_TILE, PLAIN_CHAIN, SPLIT
+from adapters.models.kernels.cuda.descriptors import describe_blocks, shared_layout, word_layout
+from adapters.models.kernels.cuda.split_attention import CODE_KINDS
+from adapters.models.kernels.cuda.tiles import CHAIN_AHEAD, CODED_AHEAD, KV_TILE, PLAIN_CHAIN
 from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.interfaces.attention_rule import AttentionRule
-from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton.hopper import hopper_chain, hopper_codes
 from adapters.models.kernels.triton.hopper.chains import plain_chain
-from adapters.models.kernels.triton_launch import launch
 
 
 @frozen
@@ -70,46 +59,3 @@ def choose_chain(q: Tensor, caches: tuple[Tensor, Tensor], rule: AttentionRule, 
         return ChainChoice(plain_chain.attend_plain_chain, rows, (), PLAIN_CHAIN[head], 2)
     options = CHAIN_AHEAD[head]
     return ChainChoice(hopper_chain.attend_chain_ahead, rows, sinks, {**rules, **options}, options["CONSUMERS"])
-
-
-def attend_chain(
-    q: Tensor,
-    caches: tuple[Tensor, Tensor],
-    batch: Batch,
-    rule: AttentionRule,
-    unread: Tensor,
-    planner: TilePlanner,
-    pdl: bool | None,
-) -> Tensor:
-    """Return what queries `[rows, H, HEAD]` attend to. Arguments: see `choose_chain`."""
-    out = torch.empty_like(q)
-    _, heads, head = q.shape
-    slots, kv, capacity = cache_sizes(caches[0], batch)
-    group = heads // kv
-    choice = choose_chain(q, caches, rule, unread)
-    at_once = 64 * choice.consumers  # heads of a program
-    parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
-    tiles = planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
-    launch(
-        choice.kernel,
-        (len(tiles) * parts * kv,),
-        q,
-        *choice.rows,
-        tiles,
-        out,
-        batch.positions if batch.pages is None else batch.pages,  # never read without
-        capacity,
-        len(tiles),
-        head**-0.5 * LOG2_E,
-        *choice.sinks,
-        HEADS=heads,
-        KV=kv,
-        GROUP=group,
-        PARTS=parts,
-        SPLIT=SPLIT,
-        **choice.constants,
-        PAGE=page_size(caches[0], batch),
-        enable_fp_fusion=False,
-        **launch_options(4 if choice.consumers == 2 else 8, pdl),
-    )
-    return out
