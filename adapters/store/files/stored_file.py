@@ -108,7 +108,8 @@ class StoredFile:
         sums = table + len(self.table)
         if not space.startswith(self.table, table):
             return False
-        head = self.before + digest_sums([space[sums : begin + self.space_bytes]]).hex().encode() + self.after
+        digest = digest_sums([space[sums : begin + self.space_bytes]])
+        head = b"%b%b%b" % (self.before, digest.hex().encode(), self.after)
         if self.plain_bytes:
             return space.startswith(head, begin)
         try:
@@ -172,11 +173,11 @@ def read_files(reads: Sequence[PlannedRead], folder: int = -1, *, only_cached: b
             *(space, FILE_CALL.size * number, find_address(read.path), plan.size, plan.head_bytes, plan.plain_bytes),
             *(len(plan.table), place, read.address, plan.rows.content, FRAME, place + plan.end_bytes, 0),
         )
-    compiled.rekindle_read_files(folder, address, len(reads), only_cached)
+    missing = compiled.rekindle_read_files(folder, address, len(reads), only_cached)
     raw = space.raw
-    states = [FOUND[state] for *_, state in FILE_CALL.iter_unpack(raw[: begins[0]])]
+    states = [state for *_, state in FILE_CALL.iter_unpack(raw[: begins[0]])] if missing else [0] * len(reads)
     return [
-        state if state != "read" or read.plan.matches(raw, begin) else "other"
+        "other" if not state and not read.plan.matches(raw, begin) else FOUND[state]
         for read, begin, state in zip(reads, begins, states, strict=False)
     ]
 

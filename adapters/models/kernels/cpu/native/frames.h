@@ -210,15 +210,19 @@ static int open_stored(int folder, stored_t *stored, int only_cached) {
 }
 
 // Opens and reads files, one after the other. folder: where relative paths begin. only_cached: leave those that the page cache
-// does not hold, and follow no links.
-void rekindle_read_files(int folder, stored_t *files, long count, int only_cached) {
+// does not hold, and follow no links. Returns how many files were not read.
+long rekindle_read_files(int folder, stored_t *files, long count, int only_cached) {
+    long missing = 0;
     for (stored_t *stored = files; stored < files + count; stored++) {
         const int file = open_stored(folder, stored, only_cached);
-        if (file < 0) continue;
-        if (rekindle_read_frames(file, stored->head, stored->out, stored->content, stored->frame, stored->sums))
-            stored->found = NO_SUCH_FILE;
-        close(file);
+        if (file >= 0) {
+            if (rekindle_read_frames(file, stored->head, stored->out, stored->content, stored->frame, stored->sums))
+                stored->found = NO_SUCH_FILE;
+            close(file);
+        }
+        missing += stored->found != 0;
     }
+    return missing;
 }
 
 // --- writing ---
