@@ -30,10 +30,10 @@ from attrs import frozen
 
 from adapters.store.files import seekable
 from adapters.store.files.block_sums import SUM_BYTES, count_blocks
-from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     DIGEST,
     FRAME,
+    Kind,
     Layout,
     Run,
     digest_sums,
@@ -65,6 +65,12 @@ def measure_rows(size: int) -> StoredRows:
     short = contents.pop() if contents and contents[-1] < SHORT else 0
     frames = tuple((count_frame_bytes(content), content) for content in contents)
     return StoredRows(size - short, frames, sum(packed for packed, _ in frames), short)
+
+
+@lru_cache(256)
+def measure_run(layout: Layout, kind: Kind, length: int) -> StoredRows:
+    """Return what the rows of a run of so many tokens become. There is a compiled library."""
+    return measure_rows(layout.compute_size(kind, length))
 
 
 @lru_cache(64)
@@ -130,23 +136,24 @@ class PlannedRead:
     address: int
 
 
-def plan_file(expected: Expected) -> StoredFile | None:
-    """Describe the file of a run, if it can be a stored one that is read in one call; else return None."""
+def plan_file(size: int, run: Run, layout: Layout) -> StoredFile | None:
+    """Describe the file of a run, if it can be a stored one that is read in one call; else return None.
+
+    size: of the file, as it was written.
+    """
     if load_functions() is None:
         return None
-    run = expected.run
-    layout = expected.layout
-    rows = measure_rows(layout.compute_size(run.kind, run.length))
-    head_bytes = expected.size - rows.packed_bytes - seekable.compute_table_size(1 + len(rows.frames))
+    rows = measure_run(layout, run.kind, run.length)
+    head_bytes = size - rows.packed_bytes - seekable.compute_table_size(1 + len(rows.frames))
     if rows.short_bytes or not rows.frames or head_bytes <= 0:
         return None
     before, after = encode_around_digest(run, layout)
     content = len(before) + 2 * DIGEST + len(after)
-    if head_bytes > seekable.compute_bound(content):
+    is_plain = head_bytes == count_head_bytes(content)
+    if not is_plain and head_bytes > seekable.compute_bound(content):
         return None
     table = encode_stored_table(head_bytes, content, rows)
-    plain = content if head_bytes == count_head_bytes(content) else 0
-    return StoredFile(rows, expected.size, head_bytes, plain, before, after, table)
+    return StoredFile(rows, size, head_bytes, content if is_plain else 0, before, after, table)
 
 
 # A file as the library reads it: `stored_t` in frames.h.
@@ -206,7 +213,7 @@ class RowsToWrite:
         """
         compiled = load_functions()
         assert compiled is not None, "callers have asked for it"
-        rows = measure_rows(self.size)
+        rows = measure_run(self.layout, self.run.kind, self.run.length)
         before, after = encode_around_digest(self.run, self.layout)
         content = len(before) + 2 * DIGEST + len(after)
         head_bytes = count_head_bytes(content)

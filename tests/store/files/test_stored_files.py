@@ -199,7 +199,7 @@ def test_one_call_reads_a_whole_file(
 def plan_read(path: Path, raw: bytes, run: Run, beyond: int = 0) -> tuple[PlannedRead, np.ndarray]:
     """Write a file, and return how it is read, and where. beyond: bytes of the place beyond a multiple of 64."""
     path.write_bytes(raw)
-    plan = plan_file(Expected(len(raw), run, LAYOUT))
+    plan = plan_file(len(raw), run, LAYOUT)
     assert plan is not None
     space = np.zeros(make_rows(run).nbytes + 128, np.uint8)
     begin = -space.ctypes.data % 64 + beyond
@@ -347,7 +347,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path) -> None
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     run = make_run(TWO_FRAMES)
     expected = Expected(len(encode(run)), run, LAYOUT)
-    plan = plan_file(expected)
+    plan = plan_file(expected.size, run, LAYOUT)
     assert plan is not None
     space = bytearray(make_rows(run).nbytes)
     address = np.frombuffer(space, np.uint8).ctypes.data
