@@ -1,7 +1,7 @@
 """The shared tier: answers that were restored on one server from what another has read, and the speed of the store.
 
 `python -m benchmarks.shared_tier [--prompts 300] [--models demo,demo-hybrid] [--store file|s3]
-[--only exactness,rates]`
+[--only exactness,rates] [--cores 8,2]`
 
 **Exactness.** Server B computes every prompt cold, alone and without a draft. Server A, another process whose layers
 are split (`--writer`), reads the same prompts, publishes their rows, those of its draft and its recurrent states, and
@@ -10,7 +10,8 @@ tier, whatever that is worth. Tokens are compared.
 
 **Rates.** The bytes of objects that are read and written in a second, against the client library alone with the same
 objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
-decodes, checks and copies. Passes take turns; medians.
+decodes, checks and copies. The goals are those of the whole tier, which is more than moving bytes. Passes take turns;
+medians. With `--cores`, all of it is measured on so many of the cores, each number in a process of its own.
 
 The client alone reads in three ways: on an event loop; with calls that block, on threads that a loop asks; and with
 such calls on threads alone. The quickest one counts. What each side does: the client returns the bytes of a whole
@@ -37,9 +38,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -615,22 +618,45 @@ def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure
     return found
 
 
-def make_rates(rates: Sequence[dict[str, Any]]) -> list[Figure]:
+def make_rates(rates: Sequence[dict[str, Any]], cores: int) -> list[Figure]:
+    """Return the figures of the whole tier. cores: of the machine; a row of fewer says how many it had."""
     found = list[Figure]()
-    for way, what in product(("moved", "tier"), ("write", "read")):
-        moved = "bytes moved" if way == "moved" else "whole"
+    for what in ("write", "read"):
         for row in rates:
             store, _, pace = row["store"].partition(" at ")  # for instance "file at 125 MB/s"
-            if way == "moved" and row["codec"] != "store":
-                continue  # bytes are moved alike
-            subject = f"shared tier ({store}), {what}s over its client's, {moved}"
+            subject = f"shared tier ({store}), {what}s over its client's, whole"
             at = (pace.removesuffix(" MB/s") or "full") + (" zstd" if row["codec"] == "zstd" else "")
-            ratio = round(row[f"{way}_{what}_ratio"], 2)
+            fewer = row.get("cores", cores)
+            ratio = round(row[f"tier_{what}_ratio"], 2)
+            at += f", {fewer} cores" if fewer != cores else ""
             found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
     return found
 
 
-def main() -> int:
+def bind_to_cores(count: int) -> None:
+    """Let this process, and all threads that it starts later, use the first of its cores only."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+def measure_on_cores(counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Measure rates on each number of cores, in processes that have no other cores from the start."""
+    found = list[dict[str, Any]]()
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rates.json")
+            words = ["--cores", "", "--only", "rates", "--first-cores", str(count), "--leave-rates", str(file)]
+            subprocess.run([sys.executable, "-m", "benchmarks.shared_tier", *sys.argv[1:], *words], check=True)
+            found += [{"cores": count, **row} for row in json.loads(file.read_text())]
+    return found
+
+
+def measure_all_rates(given: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+    """Measure every store and codec that was asked for."""
+    asked = product(map(float, given.paces.split(",")), given.codecs.split(","))
+    return [measure_rates(url, given.store, codec, pace, given.passes) for pace, codec in asked]
+
+
+def parse_words() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--models", default="demo,demo-hybrid")
@@ -642,28 +668,42 @@ def main() -> int:
     parser.add_argument("--codecs", default="store,zstd")
     parser.add_argument("--passes", type=int, default=PASSES, help="of a store that is not slow, besides the first")
     parser.add_argument("--client-cores", type=int, default=0, help="cores of this process, once the server runs")
+    parser.add_argument("--cores", default="", help="measure rates on so many cores, one number after another")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--first-cores", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--leave-rates", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_exactness(given: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+    return [anyio.run(compare_answers, given, model, url) for model in given.models.split(",")]
+
+
+def main() -> int:
+    given = parse_words()
     if given.leave:
         anyio.run(write_and_die, given, given.models, given.leave)
+    if given.first_cores:
+        bind_to_cores(given.first_cores)
     answers, rates = list[dict[str, Any]](), list[dict[str, Any]]()
     with opened_store(given.store) as url:
         if "exactness" in given.only:
-            for model in given.models.split(","):
-                answers.append(anyio.run(compare_answers, given, model, url))
-        if given.client_cores:  # threads that start later are bound to them as well
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.client_cores])
+            answers = measure_exactness(given, url)
+        if given.client_cores:
+            bind_to_cores(given.client_cores)
         if "rates" in given.only:
-            for pace, codec in product(map(float, given.paces.split(",")), given.codecs.split(",")):
-                rates.append(measure_rates(url, given.store, codec, pace, given.passes))
+            counts = [int(count) for count in given.cores.split(",") if count]
+            rates = measure_on_cores(counts) if counts else measure_all_rates(given, url)
+    if given.leave_rates:
+        Path(given.leave_rates).write_text(json.dumps(rates))
+        return 0
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)
-    if rates:
-        print_table("The store through the tier and through its client alone; medians", rates)
-    if answers:
         publish(given, f"shared_tier-{given.store}", {"answers": answers}, make_exactness(answers, given.store), "cpu")
     if rates:
-        publish(given, f"shared_tier_rates-{given.store}", {"rates": rates}, make_rates(rates), "cpu")
+        print_table("The store through the tier and through its client alone; medians", rates)
+        figures = make_rates(rates, count_processors())
+        publish(given, f"shared_tier_rates-{given.store}", {"rates": rates}, figures, "cpu")
     return 1 if any(row["differing"] for row in answers) else 0
 
 
