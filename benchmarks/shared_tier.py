@@ -56,7 +56,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 import torch
@@ -109,6 +109,7 @@ CLIENT_WAYS = {
     "bare_read": "threads alone",
 }
 T = TypeVar("T")
+Row: TypeAlias = dict[str, Any]  # of a table: names, and numbers or words
 
 
 def shared_tier(target: LoadedModel) -> SharedTier:
@@ -154,7 +155,7 @@ async def write_and_die(given: argparse.Namespace, model: str, url: str) -> None
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def compare_answers(given: argparse.Namespace, model: str, url: str) -> dict[str, Any]:
+async def compare_answers(given: argparse.Namespace, model: str, url: str) -> Row:
     jobs = await jobs_of(given, model)
     target = await load_target(reader_options(given, model, url))
     with tempfile.TemporaryDirectory() as folder:
@@ -587,7 +588,7 @@ def choose_client_way(rows: Sequence[dict[str, float]]) -> str:
     return CLIENT_WAYS[best]
 
 
-def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> dict[str, Any]:
+def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> Row:
     """Medians of MB/s over all passes but the first, which warms up. pace: MB/s of the store."""
     rows = list[dict[str, float]]()
     buffers = RUNS_IN_FLIGHT * (1 + BATCH_BYTES // RUN_BYTES)
@@ -598,7 +599,7 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) 
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
     found_way = choose_client_way(rows[1:])
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
-    found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
+    found: Row = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
     found["client_reads_on"] = found_way
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
     found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
@@ -633,7 +634,7 @@ def opened_store(kind: str) -> Iterator[str]:
         yield f"s3://{BUCKET}/shared"
 
 
-def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure]:
+def make_exactness(answers: Sequence[Row], store: str) -> list[Figure]:
     found = list[Figure]()
     for row in answers:
         subject = f"restored on B from what A published, {store}, {row['jobs']} prompts"
@@ -641,7 +642,7 @@ def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure
     return found
 
 
-def make_rates(rates: Sequence[dict[str, Any]], cores: int) -> list[Figure]:
+def make_rates(rates: Sequence[Row], cores: int) -> list[Figure]:
     """Return the figures of the whole tier. cores: of the machine; a row of fewer says how many it had."""
     found = list[Figure]()
     for what in ("write", "read"):
@@ -661,9 +662,9 @@ def bind_to_cores(count: int) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
-def measure_on_cores(counts: Sequence[int]) -> list[dict[str, Any]]:
+def measure_on_cores(counts: Sequence[int]) -> list[Row]:
     """Measure rates on each number of cores, in processes that have no other cores from the start."""
-    found = list[dict[str, Any]]()
+    found = list[Row]()
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "rates.json")
@@ -673,7 +674,7 @@ def measure_on_cores(counts: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
-def measure_all_rates(given: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+def measure_all_rates(given: argparse.Namespace, url: str) -> list[Row]:
     """Measure every store and codec that was asked for."""
     asked = product(map(float, given.paces.split(",")), given.codecs.split(","))
     return [measure_rates(url, given.store, codec, pace, given.passes) for pace, codec in asked]
@@ -698,7 +699,7 @@ def parse_words() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_exactness(given: argparse.Namespace, url: str) -> list[dict[str, Any]]:
+def measure_exactness(given: argparse.Namespace, url: str) -> list[Row]:
     return [anyio.run(compare_answers, given, model, url) for model in given.models.split(",")]
 
 
@@ -708,7 +709,7 @@ def main() -> int:
         anyio.run(write_and_die, given, given.models, given.leave)
     if given.first_cores:
         bind_to_cores(given.first_cores)
-    answers, rates = list[dict[str, Any]](), list[dict[str, Any]]()
+    answers, rates = list[Row](), list[Row]()
     with opened_store(given.store) as url:
         if "exactness" in given.only:
             answers = measure_exactness(given, url)
