@@ -38,7 +38,7 @@ def tier(tmp_path: Path) -> Iterator[SharedTier]:
 
 
 @define
-class Clock:
+class TimedSamples:
     """Stands for `CopyMeasurement`: real samples, and times that are said. counts: the samples of each writing."""
 
     tier_folder: Path
@@ -66,7 +66,7 @@ def start(tier: SharedTier, clock: Any, folder: Path) -> int:
 
 
 def test_a_first_start_measures_and_the_next_one_reads_a_single_sample(tier: SharedTier, tmp_path: Path) -> None:
-    clock = Clock(tmp_path / "shared")
+    clock = TimedSamples(tmp_path / "shared")
     assert start(tier, clock, tmp_path) == 30
     clock.single = 150
     assert start(tier, clock, tmp_path) == 45, "in proportion to what one run takes now"
@@ -76,7 +76,7 @@ def test_a_first_start_measures_and_the_next_one_reads_a_single_sample(tier: Sha
 
 @pytest.mark.parametrize("single", [5, 5000], ids=["nearer", "farther"])
 def test_a_store_that_has_changed_is_measured_again(tier: SharedTier, tmp_path: Path, single: int) -> None:
-    clock = Clock(tmp_path / "shared")
+    clock = TimedSamples(tmp_path / "shared")
     start(tier, clock, tmp_path)
     clock.single = single
     clock.together = 7
@@ -90,7 +90,7 @@ def test_a_store_that_fails_has_no_time_and_nothing_is_kept(
     async def fail(*_: object, **__: object) -> None:
         raise StoreUnreachable("it is gone")
 
-    clock = Clock(tmp_path / "shared")
+    clock = TimedSamples(tmp_path / "shared")
     with monkeypatch.context() as patched:
         patched.setattr(FolderClient, "write_object", fail)
         assert start(tier, clock, tmp_path) == 0
@@ -98,7 +98,7 @@ def test_a_store_that_fails_has_no_time_and_nothing_is_kept(
     clock.single = 0  # a sample cannot be read
     clock.together = 0
     assert start(tier, clock, tmp_path) == 0
-    clock = Clock(tmp_path / "shared")
+    clock = TimedSamples(tmp_path / "shared")
     assert start(tier, clock, tmp_path) == 30
     assert clock.counts == [SAMPLES]
 
@@ -110,7 +110,7 @@ def test_what_was_not_kept_by_this_version_is_measured_again(tier: SharedTier, t
     with pytest.raises(ValueError):  # noqa: PT011 - whatever is wrong with it
         SharedTimes.from_json(text)
     CalibrationCache(tmp_path / "kept").remember(KEY, text)
-    clock = Clock(tmp_path / "shared", MOST_NS + 1, MOST_NS + 1)
+    clock = TimedSamples(tmp_path / "shared", MOST_NS + 1, MOST_NS + 1)
     assert start(tier, clock, tmp_path) == MOST_NS + 1
     assert clock.counts == [SAMPLES]
     assert start(tier, clock, tmp_path) <= MOST_NS, "what is kept has a limit"
