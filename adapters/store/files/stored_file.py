@@ -164,9 +164,9 @@ FOUND: dict[int, Found] = {0: "read", 1: "not_cached", -1: "other"}
 def read_files(reads: Sequence[PlannedRead], folder: int = -1, *, only_cached: bool = False) -> list[Found]:
     """Read the rows of files to their places, one file after the other. Any thread may call this.
 
-    The interpreter is free meanwhile. folder: a descriptor, to which paths are relative unless
-    they are absolute. only_cached: leave files that
-    the page cache does not hold, and follow no link. Where a file is not read, its memory may hold anything.
+    The interpreter is free meanwhile. folder: a descriptor, to which paths are relative unless they are absolute.
+    only_cached: leave files that the page cache does not hold, and follow no link. Where a file is not read, its memory
+    may hold anything.
     """
     compiled = load_functions()
     assert compiled is not None, "else nothing is planned"
