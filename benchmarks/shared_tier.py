@@ -1,7 +1,7 @@
 """The shared tier: answers that were restored on one server from what another has read, and the speed of the store.
 
 `python -m benchmarks.shared_tier [--prompts 300] [--models demo,demo-hybrid] [--store file|s3]
-[--only exactness,rates]`
+[--only exactness,rates] [--cores 8,2]`
 
 **Exactness.** Server B computes every prompt cold, alone and without a draft. Server A, another process whose layers
 are split (`--writer`), reads the same prompts, publishes their rows, those of its draft and its recurrent states, and
@@ -10,7 +10,9 @@ tier, whatever that is worth. Tokens are compared.
 
 **Rates.** The bytes of objects that are read and written in a second, against the client library alone with the same
 objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
-decodes, checks and copies. Passes take turns; medians.
+decodes, checks and copies. The goals are those of the whole tier, which is more than moving bytes. Passes take turns;
+medians. Objects of a folder are read before, so that no way is the first to read them. With `--cores`, all of it is
+measured on so many of the cores, each number in a process of its own.
 
 The client alone reads in three ways: on an event loop; with calls that block, on threads that a loop asks; and with
 such calls on threads alone. The quickest one counts. What each side does: the client returns the bytes of a whole
@@ -37,9 +39,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -52,7 +56,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 import torch
@@ -105,6 +109,7 @@ CLIENT_WAYS = {
     "bare_read": "threads alone",
 }
 T = TypeVar("T")
+Row: TypeAlias = dict[str, Any]  # of a table: names, and numbers or words
 
 
 def shared_tier(target: LoadedModel) -> SharedTier:
@@ -150,7 +155,7 @@ async def write_and_die(given: argparse.Namespace, model: str, url: str) -> None
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def compare_answers(given: argparse.Namespace, model: str, url: str) -> dict[str, Any]:
+async def compare_answers(given: argparse.Namespace, model: str, url: str) -> Row:
     jobs = await jobs_of(given, model)
     target = await load_target(reader_options(given, model, url))
     with tempfile.TemporaryDirectory() as folder:
@@ -501,6 +506,25 @@ def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) ->
     return tier
 
 
+def read_whole_folder(folder: Path) -> None:
+    """Read every file twice.
+
+    The system notes the first two reads of a page, and they take up to a fifth more time. The client's ways read the
+    same objects, one way after another, and the tier has its own: without this it alone would always pay for that.
+    """
+    space = threading.local()
+
+    def read(path: Path) -> None:
+        space.bytes = getattr(space, "bytes", None) or bytearray(RUN_BYTES + (64 << 10))
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(space.bytes):
+                pass
+
+    with ThreadPoolExecutor(RUNS_IN_FLIGHT) as threads:
+        for _ in range(2):
+            deque(threads.map(read, [path for path in folder.rglob("*") if path.is_file()]), 0)
+
+
 def measure_way(way: Callable[[], float]) -> tuple[float, float]:
     """Return the seconds that a way took, and the processor seconds of this process."""
     before_s = time.process_time()
@@ -538,7 +562,10 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
             ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers, rounds))),
         ]
         order = -1 if turn % 2 else 1
-        found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
+        found = {name: measure_way(way) for name, way in ways[::order]}
+        if is_folder:
+            read_whole_folder(Path(url.removeprefix("file://")))
+        found |= {name: measure_way(way) for name, way in reads[::order]}
     encode_s, decode_s = time_codec(runs, layout, codec)
     figures = tier.collect_figures().build_json()
     assert (figures["written"], figures["read_bytes"]) == (count, rounds * figures["written_bytes"]), figures
@@ -561,7 +588,7 @@ def choose_client_way(rows: Sequence[dict[str, float]]) -> str:
     return CLIENT_WAYS[best]
 
 
-def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> dict[str, Any]:
+def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) -> Row:
     """Medians of MB/s over all passes but the first, which warms up. pace: MB/s of the store."""
     rows = list[dict[str, float]]()
     buffers = RUNS_IN_FLIGHT * (1 + BATCH_BYTES // RUN_BYTES)
@@ -572,7 +599,7 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float, passes: int) 
         rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
     found_way = choose_client_way(rows[1:])
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
-    found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
+    found: Row = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
     found["client_reads_on"] = found_way
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
     found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
@@ -607,7 +634,7 @@ def opened_store(kind: str) -> Iterator[str]:
         yield f"s3://{BUCKET}/shared"
 
 
-def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure]:
+def make_exactness(answers: Sequence[Row], store: str) -> list[Figure]:
     found = list[Figure]()
     for row in answers:
         subject = f"restored on B from what A published, {store}, {row['jobs']} prompts"
@@ -615,22 +642,45 @@ def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure
     return found
 
 
-def make_rates(rates: Sequence[dict[str, Any]]) -> list[Figure]:
+def make_rates(rates: Sequence[Row], cores: int) -> list[Figure]:
+    """Return the figures of the whole tier. cores: of the machine; a row of fewer says how many it had."""
     found = list[Figure]()
-    for way, what in product(("moved", "tier"), ("write", "read")):
-        moved = "bytes moved" if way == "moved" else "whole"
+    for what in ("write", "read"):
         for row in rates:
             store, _, pace = row["store"].partition(" at ")  # for instance "file at 125 MB/s"
-            if way == "moved" and row["codec"] != "store":
-                continue  # bytes are moved alike
-            subject = f"shared tier ({store}), {what}s over its client's, {moved}"
+            subject = f"shared tier ({store}), {what}s over its client's, whole"
             at = (pace.removesuffix(" MB/s") or "full") + (" zstd" if row["codec"] == "zstd" else "")
-            ratio = round(row[f"{way}_{what}_ratio"], 2)
+            fewer = row.get("cores", cores)
+            ratio = round(row[f"tier_{what}_ratio"], 2)
+            at += f", {fewer} cores" if fewer != cores else ""
             found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
     return found
 
 
-def main() -> int:
+def bind_to_cores(count: int) -> None:
+    """Let this process, and all threads that it starts later, use the first of its cores only."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+def measure_on_cores(counts: Sequence[int]) -> list[Row]:
+    """Measure rates on each number of cores, in processes that have no other cores from the start."""
+    found = list[Row]()
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rates.json")
+            words = ["--cores", "", "--only", "rates", "--first-cores", str(count), "--leave-rates", str(file)]
+            subprocess.run([sys.executable, "-m", "benchmarks.shared_tier", *sys.argv[1:], *words], check=True)
+            found += [{"cores": count, **row} for row in json.loads(file.read_text())]
+    return found
+
+
+def measure_all_rates(given: argparse.Namespace, url: str) -> list[Row]:
+    """Measure every store and codec that was asked for."""
+    asked = product(map(float, given.paces.split(",")), given.codecs.split(","))
+    return [measure_rates(url, given.store, codec, pace, given.passes) for pace, codec in asked]
+
+
+def parse_words() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--models", default="demo,demo-hybrid")
@@ -642,28 +692,42 @@ def main() -> int:
     parser.add_argument("--codecs", default="store,zstd")
     parser.add_argument("--passes", type=int, default=PASSES, help="of a store that is not slow, besides the first")
     parser.add_argument("--client-cores", type=int, default=0, help="cores of this process, once the server runs")
+    parser.add_argument("--cores", default="", help="measure rates on so many cores, one number after another")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--first-cores", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--leave-rates", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_exactness(given: argparse.Namespace, url: str) -> list[Row]:
+    return [anyio.run(compare_answers, given, model, url) for model in given.models.split(",")]
+
+
+def main() -> int:
+    given = parse_words()
     if given.leave:
         anyio.run(write_and_die, given, given.models, given.leave)
-    answers, rates = list[dict[str, Any]](), list[dict[str, Any]]()
+    if given.first_cores:
+        bind_to_cores(given.first_cores)
+    answers, rates = list[Row](), list[Row]()
     with opened_store(given.store) as url:
         if "exactness" in given.only:
-            for model in given.models.split(","):
-                answers.append(anyio.run(compare_answers, given, model, url))
-        if given.client_cores:  # threads that start later are bound to them as well
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.client_cores])
+            answers = measure_exactness(given, url)
+        if given.client_cores:
+            bind_to_cores(given.client_cores)
         if "rates" in given.only:
-            for pace, codec in product(map(float, given.paces.split(",")), given.codecs.split(",")):
-                rates.append(measure_rates(url, given.store, codec, pace, given.passes))
+            counts = [int(count) for count in given.cores.split(",") if count]
+            rates = measure_on_cores(counts) if counts else measure_all_rates(given, url)
+    if given.leave_rates:
+        Path(given.leave_rates).write_text(json.dumps(rates))
+        return 0
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)
-    if rates:
-        print_table("The store through the tier and through its client alone; medians", rates)
-    if answers:
         publish(given, f"shared_tier-{given.store}", {"answers": answers}, make_exactness(answers, given.store), "cpu")
     if rates:
-        publish(given, f"shared_tier_rates-{given.store}", {"rates": rates}, make_rates(rates), "cpu")
+        print_table("The store through the tier and through its client alone; medians", rates)
+        figures = make_rates(rates, count_processors())
+        publish(given, f"shared_tier_rates-{given.store}", {"rates": rates}, figures, "cpu")
     return 1 if any(row["differing"] for row in answers) else 0
 
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout
 from adapters.store.files.stored_file import PlannedRead, plan_file, read_files
 from adapters.store.run_read import RunRead
@@ -43,11 +42,11 @@ def read_stored(
     buffers = dict[int, Buffer]()
     for at, (read, path) in enumerate(zip(reads, paths, strict=True)):
         entry = read.entry
-        plan = plan_file(Expected(entry.size, entry.run, layout))
+        plan = plan_file(entry.size, entry.run, layout)
         if plan is None:
             continue
         try:
-            buffers[at] = memory.allocate(layout.compute_size(entry.kind, entry.length))
+            buffers[at] = memory.allocate(plan.rows.content)
         except MemoryError as error:
             found[at] = error
             continue

@@ -37,7 +37,10 @@ from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape
 from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.store.files.stored_file import FileCall
+from adapters.store.files.block_sums import BLOCK_BYTES, SUM_BYTES, count_blocks
+from adapters.store.files.frames_library import find_address
+from adapters.store.files.plain_frames import count_frame_bytes, count_head_bytes
+from adapters.store.files.stored_file import FILE_CALL
 from effects.job import Sampling
 from tests.models.kernels.test_packed import LAYOUTS, random_matrix
 
@@ -288,56 +291,83 @@ def recurrent(chance: random.Random, native: NativeLibrary) -> Finds:
 
 
 def frames(chance: random.Random, native: NativeLibrary) -> Finds:
-    """Plain frames, which have no levels, and which a decoder of zstd reads."""
-    size = chance.choice([1, 31, 32, 33, 16 << 10, 128 << 10, 256 << 10, 600 << 10]) + chance.randrange(-1, 40)
+    """Plain frames, which have no levels, and which a decoder of zstd reads. Sums of blocks, which have forms."""
+    code = native.code
+    size = chance.choice([1, 31, 32, 33, 256, 1024, 16 << 10, 128 << 10, 256 << 10, 600 << 10]) + chance.randrange(40)
     content = np.frombuffer(chance.randbytes(size), np.uint8)
-    frame = np.empty(native.code.rekindle_frame_bytes(size), np.uint8)
-    native.code.rekindle_pack_frame(content.ctypes.data, size, frame.ctypes.data)
-    assert zstandard.ZstdDecompressor().decompress(frame.tobytes()) == content.tobytes()
-    if size:
-        files(chance, native, content)
+    decoder = zstandard.ZstdDecompressor()
+    head = np.empty(count_head_bytes(size), np.uint8)
+    code.rekindle_pack_head(content.ctypes.data, size, head.ctypes.data)
+    assert decoder.decompress(head.tobytes()) == content.tobytes()
+    rows = np.empty(count_frame_bytes(size), np.uint8)
+    sums = make_sums(size, size)
+    code.rekindle_pack_rows(content.ctypes.data, size, rows.ctypes.data, sums.ctypes.data)
+    assert decoder.decompress(rows.tobytes()) == content.tobytes()
+    form, found = 0, np.empty_like(sums)
+    while not code.rekindle_sum_blocks(content.ctypes.data, size, BLOCK_BYTES, found.ctypes.data, form):
+        assert (found == sums).all(), form
+        form += 1
+    assert form, "every processor has the plain one"
+    files(chance, native, content)
     return lambda _: []
 
 
+def make_sums(size: int, frame: int) -> np.ndarray:
+    """Return memory for the sums of the blocks of a content in frames of this size."""
+    sizes = [min(frame, size - at) for at in range(0, size, frame)]
+    return np.zeros(SUM_BYTES * sum(map(count_blocks, sizes)), np.uint8)
+
+
 def make_place(size: int, beyond: int) -> np.ndarray:
-    """Return memory that begins so many bytes beyond a multiple of 64. At a multiple two frames are read at once."""
+    """Return memory that begins so many bytes beyond a multiple of 64."""
     space = np.zeros(size + 128, np.uint8)
     begin = -space.ctypes.data % 64 + beyond
     return space[begin : begin + size]
 
 
 def files(chance: random.Random, native: NativeLibrary, content: np.ndarray) -> None:
-    """A file of such frames between two other parts: read as it was written, or refused once a byte is another one."""
+    """A file of such frames between two other parts: read as it was written, or refused where it cannot be right."""
     code = native.code
     frame = chance.choice([content.nbytes, 1 + content.nbytes // 2, 128 << 10])
-    count = -(-content.nbytes // frame)
-    head, table = chance.randbytes(chance.randrange(1, 300)), chance.randbytes(chance.randrange(1, 300))
-    sums, found = np.zeros((2, count), np.uint32)
-    out, ends = make_place(content.nbytes, chance.choice([0, 0, 16])), np.zeros(len(head) + len(table), np.uint8)
+    plain = np.frombuffer(chance.randbytes(chance.choice([1, 40, 3000, 128 << 10, 300 << 10])), np.uint8)
+    head = np.empty(count_head_bytes(plain.nbytes), np.uint8)
+    code.rekindle_pack_head(plain.ctypes.data, plain.nbytes, head.ctypes.data)
+    table = chance.randbytes(chance.randrange(1, 300))
+    sums, found = make_sums(content.nbytes, frame), make_sums(content.nbytes, frame)
+    out, ends = make_place(content.nbytes, chance.choice([0, 0, 16])), np.zeros(head.nbytes + len(table), np.uint8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "file")
         names = [str(path.with_name(name)).encode() for name in ("new", "file")]
         file = code.rekindle_begin_file(
-            *(names[0], len(head), content.ctypes.data, content.nbytes, frame, sums.ctypes.data)
+            *(names[0], head.nbytes, content.ctypes.data, content.nbytes, frame, sums.ctypes.data)
         )
         assert file >= 0
-        assert not code.rekindle_end_file(file, *names, 0, head, len(head), table, len(table))
+        assert not code.rekindle_end_file(file, *names, 0, head.tobytes(), head.nbytes, table, len(table))
+        whole = path.read_bytes()
 
-        def read() -> bool:
-            call = FileCall(
-                *(names[1], path.stat().st_size, len(head), len(table), ends.ctypes.data, out.ctypes.data),
-                *(content.nbytes, frame, found.ctypes.data),
+        def read(plain_bytes: int) -> bool:
+            call = ctypes.create_string_buffer(FILE_CALL.size)
+            FILE_CALL.pack_into(
+                *(call, 0, find_address(names[1]), len(whole), head.nbytes, plain_bytes, len(table)),
+                *(ends.ctypes.data, out.ctypes.data, content.nbytes, frame, found.ctypes.data, 0),
             )
-            code.rekindle_read_files(-1, ctypes.addressof(call), 1, chance.randrange(2))
-            return not call.found
+            missing = code.rekindle_read_files(-1, ctypes.addressof(call), 1, chance.randrange(2))
+            assert missing == (FILE_CALL.unpack(call)[-1] != 0)
+            return not missing
 
-        assert read()
-        assert (out.tobytes(), ends.tobytes()) == (content.tobytes(), head + table)
+        assert read(0)
+        assert (out.tobytes(), ends.tobytes()) == (content.tobytes(), head.tobytes() + table)
         assert (sums == found).all()
-        harmed = bytearray(path.read_bytes())
-        harmed[chance.randrange(len(head), len(harmed) - len(table))] ^= 1 << chance.randrange(8)
+        assert read(plain.nbytes)
+        assert ends.tobytes().startswith(plain.tobytes())
+        assert ends.tobytes().endswith(table)
+        harmed = bytearray(whole)
+        harmed[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         path.write_bytes(harmed)
-        assert not read()
+        is_table = harmed[: -len(table)] == whole[: -len(table)]
+        assert not read(plain.nbytes) or is_table or (sums != found).any()
+        path.write_bytes(whole[: chance.randrange(len(whole))])
+        assert not read(plain.nbytes)
 
 
 KINDS = (products, packed, norms, heads, attention, draws, recurrent, frames)

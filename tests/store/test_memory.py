@@ -37,6 +37,20 @@ def test_what_is_given_back_is_taken_again() -> None:
     assert memory.slab_bytes == SLAB_BYTES
 
 
+def test_the_last_of_several_is_taken_first() -> None:
+    """It is still in the processor's cache. A buffer of another size gets what all of them together leave."""
+    memory = SlabMemory(3 * ALIGN, slab=3 * ALIGN)
+    held = [memory.allocate(ALIGN - 1) for _ in range(3)]
+    places = [place(buffer) for buffer in held]
+    for number in (1, 0, 2):
+        held[number] = None
+    assert [place(memory.allocate(ALIGN - 1)) for _ in range(2)] == [places[2], places[2]]
+    again = [memory.allocate(ALIGN - 1) for _ in range(3)]
+    assert [place(buffer) for buffer in again] == [places[2], places[0], places[1]]
+    del again
+    assert memory.allocate(3 * ALIGN).data.nbytes == memory.slab_bytes == 3 * ALIGN
+
+
 @pytest.mark.cuda
 def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> None:
     if not torch.cuda.is_available():

@@ -176,12 +176,11 @@ def encode_head(run: Run, layout: Layout, sums: bytes) -> bytes:
 
 def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
     """Return what stands in a head before the digest of the sums, and what stands behind it."""
-    first, last = describe_layout(layout, run.kind, VERSION)
+    first, last = describe_runs(layout, run.kind, run.length, VERSION)
     place = (run.start, run.parent.hex().encode(), run.keys[-1].hex().encode())
     before = first + b',"start":"%d","parent":"%b","key":"%b","sums":"' % place
-    if run.kind == "state":
-        last += b',"since":"%d"' % run.since
-    after = b'"%b},%b' % (last, describe_tensors(layout, run.kind, run.length))
+    since = b',"since":"%d"' % run.since if run.kind == "state" else b""
+    after = b'"%b%b' % (since, last)
     size = len(before) + 2 * DIGEST + len(after)
     padding = -size % 8
     size += padding
@@ -189,9 +188,9 @@ def encode_around_digest(run: Run, layout: Layout) -> tuple[bytes, bytes]:
     return size.to_bytes(8, "little") + before, after + run.tokens
 
 
-@lru_cache(64)
-def describe_layout(layout: Layout, kind: Kind, version: int) -> tuple[bytes, bytes]:
-    """Return the beginning and the end of the metadata, which are the same for all runs of one kind."""
+@lru_cache(256)
+def describe_runs(layout: Layout, kind: Kind, tokens: int, version: int) -> tuple[bytes, bytes]:
+    """Return the beginning and the end of the headers of all runs of one kind and length."""
     about = {
         "rekindle_kv": str(version),
         "kind": kind,
@@ -202,19 +201,13 @@ def describe_layout(layout: Layout, kind: Kind, version: int) -> tuple[bytes, by
     if kind == "draft":
         assert layout.draft is not None, "no draft, so its rows have no layout"
         last = b',"draft":' + encode_json(layout.draft.identity)
-    return b'{"__metadata__":%b' % encode_json(about)[:-1], last
-
-
-@lru_cache(64)
-def describe_tensors(layout: Layout, kind: Kind, tokens: int) -> bytes:
-    """Return the rest of a header behind its metadata. It is the same for all runs of one length."""
     at = tokens * TOKEN_BYTES
     tensors: dict[str, Any] = {"tokens": {"dtype": "I32", "shape": [tokens], "data_offsets": [0, at]}}
     for spec in layout.get_specs(kind, tokens):
         offsets = [at, at + spec.nbytes]
         tensors[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
         at += spec.nbytes
-    return encode_json(tensors)[1:]
+    return b'{"__metadata__":%b' % encode_json(about)[:-1], b"%b},%b" % (last, encode_json(tensors)[1:])
 
 
 def encode_json(content: object) -> bytes:

@@ -8,7 +8,8 @@ waiting (decisions 063 and 075).
 How it works. All of a stored file follows from its run, except the sums of its blocks. So the rest is encoded
 beforehand (`plan_file`). One call of C then opens several files, brings their rows to their places, and sums all blocks
 (`read_files`). What is left to do in Python is to complete each head with the digest of these sums, and to compare it.
-A file that is not exactly this one is read again by `fill_target`, which says what is wrong with it.
+A file that is not exactly this one is read again by `fill_target`, which says what is wrong with it. The objects of a
+call lie in one piece of memory, since each piece costs cache misses (decision 082).
 
 Writing goes the other way (`RowsToWrite`): one call sums rows and writes them from where they lie, and another one
 adds the head and the table.
@@ -18,26 +19,28 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from attrs import frozen
 
 from adapters.store.files import seekable
 from adapters.store.files.block_sums import SUM_BYTES, count_blocks
-from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import (
     DIGEST,
     FRAME,
+    Kind,
     Layout,
     Run,
     digest_sums,
     encode_around_digest,
     split_frames,
 )
-from adapters.store.files.frames_library import load_functions
+from adapters.store.files.frames_library import find_address, load_functions
 from adapters.store.files.plain_frames import LEVEL, SHORT, count_frame_bytes, count_head_bytes, pack_head
 from adapters.store.files.seekable import Sizes
 
@@ -64,6 +67,12 @@ def measure_rows(size: int) -> StoredRows:
     return StoredRows(size - short, frames, sum(packed for packed, _ in frames), short)
 
 
+@lru_cache(256)
+def measure_run(layout: Layout, kind: Kind, length: int) -> StoredRows:
+    """Return what the rows of a run of so many tokens become. There is a compiled library."""
+    return measure_rows(layout.compute_size(kind, length))
+
+
 @lru_cache(64)
 def encode_stored_table(head_bytes: int, content: int, rows: StoredRows) -> bytes:
     """Return the table of a stored file whose last frame is no short one. content: bytes of its head, uncompressed."""
@@ -77,13 +86,13 @@ def encode_stored_table(head_bytes: int, content: int, rows: StoredRows) -> byte
 class StoredFile:
     """All parts that a stored file must have. before, after: its head, around the digest of the sums.
 
-    head_bytes: of the frame of the head. has_plain_head: it is as long as one that is not compressed.
+    head_bytes: of the frame of the head. plain_bytes: of its content if that is not compressed, else 0.
     """
 
     rows: StoredRows
     size: int
     head_bytes: int
-    has_plain_head: bool
+    plain_bytes: int
     before: bytes
     after: bytes
     table: bytes
@@ -97,16 +106,20 @@ class StoredFile:
         """Return the bytes of its head, its table and the sums of its blocks."""
         return self.end_bytes + SUM_BYTES * count_blocks(self.rows.content)
 
-    def matches(self, ends: bytes, sums: bytes) -> bool:
-        """Say whether a file has this head and this table. ends: what it has there. sums: of the blocks of its rows."""
-        return ends[self.head_bytes :] == self.table and self._has_head(ends, sums)
-
-    def _has_head(self, found: bytes, sums: bytes) -> bool:
-        head = self.before + digest_sums([sums]).hex().encode() + self.after
-        if self.has_plain_head:
-            return found[: self.head_bytes] == pack_head(head)
+    def matches(self, space: bytes, begin: int) -> bool:
+        """Say whether a file has this head and this table, which were read into `space` from `begin` on, and then the
+        sums of the blocks of its rows.
+        """
+        table = begin + self.head_bytes
+        sums = table + len(self.table)
+        if not space.startswith(self.table, table):
+            return False
+        digest = digest_sums([space[sums : begin + self.space_bytes]])
+        head = b"%b%b%b" % (self.before, digest.hex().encode(), self.after)
+        if self.plain_bytes:
+            return space.startswith(head, begin)
         try:
-            return seekable.decompress_exactly(found[: self.head_bytes], len(head)) == head
+            return seekable.decompress_exactly(space[begin:table], len(head)) == head
         except seekable.Damaged:
             return False
 
@@ -123,68 +136,57 @@ class PlannedRead:
     address: int
 
 
-def plan_file(expected: Expected) -> StoredFile | None:
-    """Describe the file of a run, if it can be a stored one that is read in one call; else return None."""
+def plan_file(size: int, run: Run, layout: Layout) -> StoredFile | None:
+    """Describe the file of a run, if it can be a stored one that is read in one call; else return None.
+
+    size: of the file, as it was written.
+    """
     if load_functions() is None:
         return None
-    run = expected.run
-    layout = expected.layout
-    rows = measure_rows(layout.compute_size(run.kind, run.length))
-    head_bytes = expected.size - rows.packed_bytes - seekable.compute_table_size(1 + len(rows.frames))
+    rows = measure_run(layout, run.kind, run.length)
+    head_bytes = size - rows.packed_bytes - seekable.compute_table_size(1 + len(rows.frames))
     if rows.short_bytes or not rows.frames or head_bytes <= 0:
         return None
     before, after = encode_around_digest(run, layout)
     content = len(before) + 2 * DIGEST + len(after)
-    if head_bytes > seekable.compute_bound(content):
+    is_plain = head_bytes == count_head_bytes(content)
+    if not is_plain and head_bytes > seekable.compute_bound(content):
         return None
     table = encode_stored_table(head_bytes, content, rows)
-    is_plain = head_bytes == count_head_bytes(content)
-    return StoredFile(rows, expected.size, head_bytes, is_plain, before, after, table)
+    return StoredFile(rows, size, head_bytes, content if is_plain else 0, before, after, table)
 
 
-class FileCall(ctypes.Structure):
-    """A file as the library reads it (`stored_t` in frames.h)."""
-
-    _fields_: ClassVar = [
-        ("path", ctypes.c_char_p),
-        *((name, ctypes.c_long) for name in ("size", "head", "table")),
-        *((name, ctypes.c_void_p) for name in ("ends", "out")),
-        *((name, ctypes.c_long) for name in ("content", "frame")),
-        ("sums", ctypes.c_void_p),
-        ("found", ctypes.c_long),
-    ]
-
-
+# A file as the library reads it: `stored_t` in frames.h.
+FILE_CALL = struct.Struct("P4l2P2lPl")
 FOUND: dict[int, Found] = {0: "read", 1: "not_cached", -1: "other"}
 
 
 def read_files(reads: Sequence[PlannedRead], folder: int = -1, *, only_cached: bool = False) -> list[Found]:
     """Read the rows of files to their places, one file after the other. Any thread may call this.
 
-    The interpreter is free meanwhile. folder: a descriptor, to which paths are relative unless
-    they are absolute. only_cached: leave files that
-    the page cache does not hold, and follow no link. Where a file is not read, its memory may hold anything.
+    The interpreter is free meanwhile. folder: a descriptor, to which paths are relative unless they are absolute.
+    only_cached: leave files that the page cache does not hold, and follow no link. Where a file is not read, its memory
+    may hold anything.
     """
     compiled = load_functions()
     assert compiled is not None, "else nothing is planned"
-    calls = (FileCall * len(reads))()
-    spaces = [ctypes.create_string_buffer(read.plan.space_bytes) for read in reads]
-    for at, (read, space) in enumerate(zip(reads, spaces, strict=True)):
+    begins = [*accumulate((read.plan.space_bytes for read in reads), initial=FILE_CALL.size * len(reads))]
+    space = ctypes.create_string_buffer(begins[-1])  # what the library is asked, then what it reads of each file
+    address = ctypes.addressof(space)
+    for number, (read, begin) in enumerate(zip(reads, begins, strict=False)):
         plan = read.plan
-        place = ctypes.addressof(space)
-        calls[at] = FileCall(
-            *(read.path, plan.size, plan.head_bytes, len(plan.table), place, read.address),
-            *(plan.rows.content, FRAME, place + plan.end_bytes),
+        place = address + begin
+        FILE_CALL.pack_into(
+            *(space, FILE_CALL.size * number, find_address(read.path), plan.size, plan.head_bytes, plan.plain_bytes),
+            *(len(plan.table), place, read.address, plan.rows.content, FRAME, place + plan.end_bytes, 0),
         )
-    compiled.rekindle_read_files(folder, ctypes.addressof(calls), len(reads), only_cached)
-    return [check_read(read.plan, call.found, space) for read, call, space in zip(reads, calls, spaces, strict=True)]
-
-
-def check_read(plan: StoredFile, found: int, space: ctypes.Array[ctypes.c_char]) -> Found:
-    if found:
-        return FOUND[found]
+    missing = compiled.rekindle_read_files(folder, address, len(reads), only_cached)
     raw = space.raw
-    return "read" if plan.matches(raw[: plan.end_bytes], raw[plan.end_bytes :]) else "other"
+    states = [state for *_, state in FILE_CALL.iter_unpack(raw[: begins[0]])] if missing else [0] * len(reads)
+    return [
+        "other" if not state and not read.plan.matches(raw, begin) else FOUND[state]
+        for read, begin, state in zip(reads, begins, states, strict=False)
+    ]
 
 
 # --- writing ---
@@ -211,7 +213,7 @@ class RowsToWrite:
         """
         compiled = load_functions()
         assert compiled is not None, "callers have asked for it"
-        rows = measure_rows(self.size)
+        rows = measure_run(self.layout, self.run.kind, self.run.length)
         before, after = encode_around_digest(self.run, self.layout)
         content = len(before) + 2 * DIGEST + len(after)
         head_bytes = count_head_bytes(content)

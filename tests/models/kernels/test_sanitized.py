@@ -34,8 +34,8 @@ STEPS = """
 import sys
 from pathlib import Path
 import pytest
-from adapters.models.kernels.cpu.native import compiled
-compiled.FOLDER = Path(sys.argv[1])
+from adapters.models.kernels.cpu.native import native_library
+native_library.FOLDER = Path(sys.argv[1])
 sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "tests/device/decode/test_native_decode.py"]))
 """
 

@@ -22,7 +22,8 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, derive_checkpoint_key, pack_tokens
 from adapters.store.file_description import make_entry
-from adapters.store.files import seekable, stored_file
+from adapters.store.files import plain_frames, seekable, stored_file
+from adapters.store.files.block_sums import BLOCK_BYTES
 from adapters.store.files.codec import create_compressor
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import DraftLayout, Layout, Run, encode_run
@@ -56,12 +57,12 @@ def encode(run: Run, layout: Layout = LAYOUT) -> bytes:
     return b"".join(encode_run(run, layout, make_rows(run, layout).data, create_compressor("store")))
 
 
-def write_rows(run: Run) -> bytes:
+def write_rows(run: Run, layout: Layout = LAYOUT) -> bytes:
     """The same, as the shared tier writes it to a folder."""
-    rows = make_rows(run)
+    rows = make_rows(run, layout)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "file")
-        RowsToWrite(run, LAYOUT, rows.ctypes.data).write(f"{folder}/new", str(file), replace=False)
+        RowsToWrite(run, layout, rows.ctypes.data).write(f"{folder}/new", str(file), replace=False)
         return file.read_bytes()
 
 
@@ -196,10 +197,25 @@ def test_one_call_reads_a_whole_file(
     assert np.array_equal(read(tmp_path / "file", writer(run), run), make_rows(run))
 
 
+def test_a_head_of_several_blocks_is_read_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a token id of four bytes for each token, and a block has 128 KiB. The heads of its blocks are checked."""
+    layout = Layout("ab" * 16, 4, RowSpec(("layers.0.k",), 1, 8, "I8"))
+    run = make_run(70_000, layout=layout)
+    raw = write_rows(run, layout)
+    assert list_edges(raw)[1] > 2 * BLOCK_BYTES
+    with monkeypatch.context() as patched:
+        patched.setattr(run_decoder, "fill_target", forbid)
+        assert np.array_equal(read(tmp_path / "file", raw, run, layout), make_rows(run, layout))
+    second = plain_frames.FRAME_HEAD + plain_frames.BLOCK_HEAD + BLOCK_BYTES
+    for byte in (second, second + 1, second + 3, second + 3 + BLOCK_BYTES, list_edges(raw)[1] - 1):
+        with pytest.raises(Damaged):
+            read(tmp_path / "file", flip(raw, 8 * byte), run, layout)
+
+
 def plan_read(path: Path, raw: bytes, run: Run, beyond: int = 0) -> tuple[PlannedRead, np.ndarray]:
     """Write a file, and return how it is read, and where. beyond: bytes of the place beyond a multiple of 64."""
     path.write_bytes(raw)
-    plan = plan_file(Expected(len(raw), run, LAYOUT))
+    plan = plan_file(len(raw), run, LAYOUT)
     assert plan is not None
     space = np.zeros(make_rows(run).nbytes + 128, np.uint8)
     begin = -space.ctypes.data % 64 + beyond
@@ -315,11 +331,14 @@ HARMS: dict[str, Callable[[bytes, bytes], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("writer", [encode, write_rows], ids=["compressed head", "stored head"])
 @pytest.mark.parametrize("helpers", [False, True], ids=["alone", "with helpers"])
 @pytest.mark.parametrize("how", HARMS)
-def test_another_content_never_passes_for_the_run(tmp_path: Path, how: str, helpers: bool) -> None:
+def test_another_content_never_passes_for_the_run(
+    tmp_path: Path, how: str, helpers: bool, writer: Callable[[Run], bytes]
+) -> None:
     run, other = make_run(TWO_FRAMES), make_run(TWO_FRAMES, 1000)
-    raw = HARMS[how](encode(run), encode(other))
+    raw = HARMS[how](writer(run), writer(other))
     with pytest.raises(Damaged):
         read(tmp_path / "file", raw, run, helpers=helpers)
 
@@ -327,8 +346,9 @@ def test_another_content_never_passes_for_the_run(tmp_path: Path, how: str, help
 def test_another_identity_is_another_file(tmp_path: Path) -> None:
     run = make_run(TWO_FRAMES)
     theirs = evolve(LAYOUT, identity="cd" * 16)
-    with pytest.raises(Damaged, match="another model's"):
-        read(tmp_path / "file", encode(run, theirs), run)
+    for raw in (encode(run, theirs), write_rows(run, theirs)):
+        with pytest.raises(Damaged, match="another model's"):
+            read(tmp_path / "file", raw, run)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path) -> None:
@@ -347,7 +367,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path) -> None
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     run = make_run(TWO_FRAMES)
     expected = Expected(len(encode(run)), run, LAYOUT)
-    plan = plan_file(expected)
+    plan = plan_file(expected.size, run, LAYOUT)
     assert plan is not None
     space = bytearray(make_rows(run).nbytes)
     address = np.frombuffer(space, np.uint8).ctypes.data

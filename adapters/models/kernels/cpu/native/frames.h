@@ -79,6 +79,22 @@ void rekindle_pack_head(const uint8_t *data, long content, uint8_t *out) {
     memcpy(out, &sum, FRAME_CHECKSUM);
 }
 
+// Turns the frame of a head into its content, which begins where the frame did. Returns 0, or -1 if it is not byte for byte such
+// a frame as `rekindle_pack_head` writes; then it may hold anything.
+static long unpack_head(uint8_t *frame, long content) {
+    uint8_t expected[FRAME_HEAD + BLOCK_HEAD];
+    const uint8_t *from = frame;
+    for (long at = 0; at < content; at += BLOCK_BYTES) {
+        const long bytes = content - at < BLOCK_BYTES ? content - at : BLOCK_BYTES;
+        const long heads = put_heads(expected, ONE_SEGMENT | WITH_CHECKSUM, content, at);
+        if (memcmp(from, expected, (size_t)heads)) return -1;
+        memmove(frame + at, from + heads, (size_t)bytes);
+        from += heads + bytes;
+    }
+    const uint32_t sum = (uint32_t)compute_xxh64(frame, content);
+    return memcmp(from, &sum, FRAME_CHECKSUM) ? -1 : 0;
+}
+
 // Writes the frame of `content` bytes of rows, at least one and fewer than 4 GiB, to `out`, which has room for it. `sums` gets
 // the sums of its blocks.
 void rekindle_pack_rows(const uint8_t *data, long content, uint8_t *out, uint8_t *sums) {
@@ -134,11 +150,12 @@ long rekindle_read_frames(int file, long at, uint8_t *out, long content, long fr
 }
 
 // A whole file of `size` bytes: a first part of `head` bytes, frames as above, and a last part of `table` bytes. `ends` gets
-// the first and the last part as they are. found: 0 if it was read, NOT_CACHED, or NO_SUCH_FILE if it is no such file or cannot
-// be read.
+// the first and the last part as they are; if the first one is a head that is not compressed, its content of `plain` bytes
+// stands there instead, and else `plain` is 0. found: 0 if it was read, NOT_CACHED, or NO_SUCH_FILE if it is no such file or
+// cannot be read.
 typedef struct {
     const char *path;
-    long size, head, table;
+    long size, head, plain, table;
     uint8_t *ends, *out;
     long content, frame;
     uint8_t *sums;
@@ -183,7 +200,8 @@ static int open_stored(int folder, stored_t *stored, int only_cached) {
     if (fits && only_cached && !is_cached(file, stored->size))
         stored->found = NOT_CACHED;
     else if (fits && !read_exactly(file, 0, stored->ends, stored->head) &&
-             !read_exactly(file, before, stored->ends + stored->head, stored->table)) {
+             !read_exactly(file, before, stored->ends + stored->head, stored->table) &&
+             !(stored->plain && unpack_head(stored->ends, stored->plain))) {
         stored->found = 0;
         return file;
     }
@@ -192,15 +210,19 @@ static int open_stored(int folder, stored_t *stored, int only_cached) {
 }
 
 // Opens and reads files, one after the other. folder: where relative paths begin. only_cached: leave those that the page cache
-// does not hold, and follow no links.
-void rekindle_read_files(int folder, stored_t *files, long count, int only_cached) {
+// does not hold, and follow no links. Returns how many files were not read.
+long rekindle_read_files(int folder, stored_t *files, long count, int only_cached) {
+    long missing = 0;
     for (stored_t *stored = files; stored < files + count; stored++) {
         const int file = open_stored(folder, stored, only_cached);
-        if (file < 0) continue;
-        if (rekindle_read_frames(file, stored->head, stored->out, stored->content, stored->frame, stored->sums))
-            stored->found = NO_SUCH_FILE;
-        close(file);
+        if (file >= 0) {
+            if (rekindle_read_frames(file, stored->head, stored->out, stored->content, stored->frame, stored->sums))
+                stored->found = NO_SUCH_FILE;
+            close(file);
+        }
+        missing += stored->found != 0;
     }
+    return missing;
 }
 
 // --- writing ---

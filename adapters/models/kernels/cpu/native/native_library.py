@@ -135,7 +135,7 @@ def declare_frames(code: ctypes.CDLL) -> None:
     code.rekindle_read_frames.argtypes = [number, size, pointer, size, size, pointer]
     code.rekindle_read_frames.restype = size
     code.rekindle_read_files.argtypes = [number, pointer, size, number]
-    code.rekindle_read_files.restype = None
+    code.rekindle_read_files.restype = size
     code.rekindle_begin_file.argtypes = [name, size, pointer, size, size, pointer]
     code.rekindle_begin_file.restype = number
     code.rekindle_end_file.argtypes = [number, name, name, number, name, size, name, size]
