@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from adapters.models.decoder.cache.window_pages import WindowPages
+from adapters.models.kernels.cuda import packed_rows
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.formats.row_format import RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
@@ -210,6 +211,8 @@ def kept_rows(kernels, named: str, pieces: list[tuple[int, int]], *, paged: bool
 
 
 def check_packed_rows() -> None:
+    """Programs of the whole step take all heads of a row, those of its pieces one each."""
+    packed_rows.MANY_ROWS = 16
     kernels = TritonKernels(CPU)
     for named in PACKED:
         whole, rows = kept_rows(kernels, named, [(32, 20)], paged=False)

@@ -24,6 +24,7 @@ triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 triton_splits = pytest.importorskip("adapters.models.kernels.cuda.split_attention")
+triton_unpacked = pytest.importorskip("adapters.models.kernels.cuda.chains.unpacked_codes")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -136,5 +137,55 @@ def test_single_rows_attend_to_codes_with_the_bits_of_other_steps(monkeypatch, n
         monkeypatch.setattr("adapters.models.kernels.cuda.attention.CODED_ROWS", served)
         kernels.prepare_step(batch)
         found.append(kernels.attend(q, *caches, batch, AttentionRule(window=window)))
+    assert found[0].isfinite().all()
+    assert same_bits(*found)
+
+
+def open_rows(name, kv, head, slots, pages):
+    """Return coded caches of random rows, in pages that lie anywhere, and the table of pages."""
+    layout = RowLayout(read_row_types(name, torch.bfloat16), head)
+    some = make_generator(len(name))
+    drawn = layout.encode(lambda: torch.randn(slots * pages, kv, PAGE, head, generator=some).bfloat16())
+    caches = layout.open_parts([one.view(torch.uint8).to(DEVICE).view(layout.dtype) for one in drawn])
+    table = torch.randperm(slots * pages, generator=some).to(DEVICE, torch.int32).view(slots, -1)
+    return caches, table
+
+
+UNPACKED = ("int8", "fp8", "int4", "int3.5", "k=int8,v=int4", "k=int8,v=bf16")
+UNPACKED_HEADS = ((8, 2, 64), (32, 4, 128), (12, 2, 256))
+UNPACKED_CASES = [
+    *((name, heads, 4) for name in UNPACKED for heads in UNPACKED_HEADS),
+    *(("int4", heads, 1) for heads in UNPACKED_HEADS),
+    ("int8", (32, 4, 128), 0),
+]
+
+
+@pytest.mark.parametrize(("name", "heads", "fitting"), UNPACKED_CASES, ids=str)
+def test_a_chunk_attends_to_unpacked_codes_with_the_bits_of_the_plain_kernel(monkeypatch, name, heads, fitting):
+    """The last of two slots. Where not even one head fits into the memory for unpacked rows, a kernel unpacks them."""
+    count, kv, head = heads
+    bucket, start, rows = 512, 1700, 500
+    caches, table = open_rows(name, kv, head, 2, (start + rows) // PAGE + 1)
+    memory = torch.empty(fitting * 2 * PAGE * table.shape[1] * (2 * head + 4), dtype=torch.uint8, device=DEVICE)
+    place = triton_unpacked.UnpackedRows.place
+    placed = list[int]()
+
+    def place_in_memory(_, *shape):
+        found = place(memory, *shape)
+        placed.append(0 if found is None else found.numbers.shape[1])
+        return found
+
+    monkeypatch.setattr(triton_unpacked.UnpackedRows, "place", place_in_memory)
+    q = torch.randn(bucket, count, head, generator=make_generator(9)).bfloat16().to(DEVICE)
+    found = []
+    for is_plain in (False, True):
+        kernels = triton_cuda.TritonKernels(DEVICE)
+        if is_plain:
+            kernels._attention.hopper = False  # noqa: SLF001 - no option says this
+        batch = Batch(bucket, DEVICE, pages=table)
+        batch.load(Step((Segment(1, start, rows),), bucket), [0] * rows)
+        kernels.prepare_step(batch)
+        found.append(kernels.attend(q, *caches, batch)[:rows])
+    assert placed == [min(fitting, kv)] * kernels.traits.capability.has_hopper_kernels
     assert found[0].isfinite().all()
     assert same_bits(*found)

@@ -1,4 +1,4 @@
-"""Norms, biases and gates of the GPU's kernels, in Triton's interpreter, alone and in whole models."""
+"""Norms, biases, gates and unpacked codes of the GPU's kernels, in Triton's interpreter, alone and in whole models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.child_code import check_interpreted
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("check", ["check_norms", "check_biases", "check_gates"])
+@pytest.mark.parametrize("check", ["check_norms", "check_biases", "check_gates", "check_unpacked_codes"])
 def test_rows_are_those_of_operations_one_by_one(check):
     check_interpreted(f"from tests.models.kernels.interpreted_rows import {check}; {check}()", 100)
 

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import gcd
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cuda.chains.chain_choice import choose_chain
+from adapters.models.kernels.cuda.chains.chain_launch import attend_chain
+from adapters.models.kernels.cuda.chains.unpacked_codes import LEAST_ROWS, can_unpack, place_unpacked
 from adapters.models.kernels.cuda.descriptors import (
     AttentionArguments,
     CacheArguments,
@@ -93,6 +93,13 @@ class CudaAttention:
             return False
         return all(one.count == 1 for one in batch.segments)
 
+    def unpacks_codes(self, batch: Batch) -> bool:
+        """Return whether coded rows are unpacked to memory before they are attended, where that can be. All rows must
+        be of one slot. The answer must be the same for all steps that one graph is recorded for.
+        """
+        is_chunk = batch.bucket >= LEAST_ROWS and not isinstance(batch, BlockBatch)
+        return self.hopper and is_chunk and len(batch.segments) == 1
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
         bucket, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
@@ -107,8 +114,12 @@ class CudaAttention:
         out = q.new_empty(bucket, heads, size)
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
         is_usual = share == 1 and not (rule.cap or rule.latent)
-        if chained and is_usual and self._can_chain_ahead(q, k_cache, v_cache):
-            return self._chain_ahead(q, k_cache, v_cache, batch, rule)
+        if (
+            chained
+            and is_usual
+            and (found := self._attend_chain(q, (k_cache, v_cache), batch, rule, splits)) is not None
+        ):
+            return found
         can_split = is_usual and not chained
         if can_split and has_row_window(batch, rule) and self._can_run_ahead(q, k_cache, WINDOW_HEADS):
             return attend_row_window(q, (k_cache, v_cache), batch, rule, self.pdl).view(bucket, -1)
@@ -156,6 +167,20 @@ class CudaAttention:
             self._merge((acc, sums, batch.positions, out, sinks, splits), joins | {"AT_ONCE": 16 if size <= 128 else 8})
         return self._finish(out, head, v_cache)
 
+    def _attend_chain(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], batch: Batch, rule: AttentionRule, splits: int
+    ) -> Tensor | None:
+        """Attend with many rows by a kernel of Hopper's; None: there is none for such rows. splits: of the keys."""
+        _, heads, head = q.shape
+        out = None
+        if batch.plan.unpacks and can_unpack(q, caches, rule):
+            memory, _ = self._scratch(heads, splits, head)
+            unpacked = place_unpacked(q, caches, batch, memory, self.planner, self.pdl)
+            out = None if unpacked is None else unpacked.attend(q, rule, self._usual)
+        if out is None and self._can_chain_ahead(q, *caches):
+            out = attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl)
+        return None if out is None else self._finish(out, head, caches[1])
+
     def _finish(self, out: Tensor, head: int, v_cache: Tensor) -> Tensor:
         turned = turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
         return turned.view(len(out), -1)
@@ -184,39 +209,6 @@ class CudaAttention:
         if all(cache.dtype in CODE_KINDS for cache in caches):
             return self.hopper and q.dtype == torch.bfloat16 and q.shape[2] in CODED_AHEAD
         return self._can_run_ahead(q, caches[0], CHAIN_AHEAD)
-
-    def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule) -> Tensor:
-        out = torch.empty_like(q)
-        _, heads, head = q.shape
-        slots, kv, capacity = cache_sizes(k_cache, batch)
-        group = heads // kv
-        choice = choose_chain(q, (k_cache, v_cache), rule, self._usual)
-        at_once = 64 * choice.consumers  # heads of a program
-        parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
-        tiles = self.planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
-        launch(
-            choice.kernel,
-            (len(tiles) * parts * kv,),
-            q,
-            *choice.rows,
-            tiles,
-            out,
-            batch.positions if batch.pages is None else batch.pages,  # never read without
-            capacity,
-            len(tiles),
-            head**-0.5 * LOG2_E,
-            *choice.sinks,
-            HEADS=heads,
-            KV=kv,
-            GROUP=group,
-            PARTS=parts,
-            SPLIT=SPLIT,
-            **choice.constants,
-            PAGE=page_size(k_cache, batch),
-            enable_fp_fusion=False,
-            **launch_options(4 if choice.consumers == 2 else 8, self.pdl),
-        )
-        return self._finish(out, head, v_cache)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int

@@ -321,6 +321,7 @@ class TritonKernels:
             batch.plan = StepTiles()
         batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
+        batch.plan.unpacks = self._attention.unpacks_codes(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         def run_planned() -> T:
@@ -336,7 +337,8 @@ class TritonKernels:
             batch.plan = StepTiles()
         merges = batch.plan.merges = batch.plan.merges and name in self._attention.planner.planned_bodies
         shares_memory = bool(piece) or name in ("held", "mixed")  # these run on one thread only, one after the other
-        return self.graphs.run((name, piece, batch.bucket, merges), run_planned, shares_memory=shares_memory)
+        key = (name, piece, batch.bucket, merges, batch.plan.unpacks)
+        return self.graphs.run(key, run_planned, shares_memory=shares_memory)
 
     def stop_recording(self) -> None:
         self.graphs.enabled = False

@@ -9,21 +9,23 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.cuda.descriptors import launch_options, shared_layout
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix
+from adapters.models.kernels.cuda.packing.many_rows import divide_piece
 from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
 from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton.experts import deal
-from adapters.models.kernels.triton.hopper.hopper_groups import multiply_many_ahead
+from adapters.models.kernels.triton.hopper.hopper_groups import gather_rows, multiply_many_ahead
 from adapters.models.kernels.triton_launch import launch
 
 _AHEAD = 384  # columns that each warp loads ahead, at most
 _OWN_SHARED = 5 << 10  # bytes of a program's shared memory next to rows of x, about
 _NUMBER = 2  # bytes of a number of x
-_SUM = 4  # bytes of a sum
+_RING_BYTES = 192 << 10  # of shared memory for rows of x that come in bulk
 _COUNTED = 4096  # pairs that a program counts at once
 _MANY = 32  # pairs of an expert on average, from which on a weight is unpacked for up to 128 pairs
 _MIDDLING = 48  # a tile of 64 pairs takes three quarters of the time of one of 128
+_GATHERED = 1024  # columns of a row that a warp gathers
 _WIDE_ROWS = 128  # of the weight, that a program for so many pairs has
 
 
@@ -123,8 +125,8 @@ def choose_packed_group_tile(
     if each > FEW_PAIRS or room > shared:
         if hopper and each > _MANY and weight.layout.steps == "e2m1":
             height = 64 if each <= _MIDDLING else 128
-            fits = (shared - height * _WIDE_ROWS * _SUM) // (height * weight.block_form.block * _NUMBER)
-            return PackedGroupTile(height, _WIDE_ROWS, warps=_WIDE_ROWS // 16, stages=min(4, fits))
+            stages = _RING_BYTES // (height * weight.block_form.block * _NUMBER)
+            return PackedGroupTile(height, _WIDE_ROWS, stages=stages)
         return PackedGroupTile(16 if each <= 16 else 32 if each <= 32 else 64, 64)
     block = weight.block_form.block
     ahead = max(count for count in range(1, _AHEAD // block + 1) if weight.piece // block % count == 0)
@@ -148,6 +150,9 @@ def multiply_packed_groups(
     """Multiply the pairs of each expert with its weight. weight: of all slots, one behind the other. gated: see
     `CudaWeight`.
     """
+    if tile.stages:
+        _multiply_gathered(x, weight, out, dealt, tile, share=share, gated=gated, pdl=pdl)
+        return
     form = weight.block_form
     each = weight.piece // form.block
     apart = [one.stride(0) for one in weight.tensors]
@@ -165,14 +170,50 @@ def multiply_packed_groups(
     if tile.pairs > FEW_PAIRS:
         grid = (len(dealt.tiles) * parts,)
         constants["EARLY"] = dealt.is_early
-        if tile.stages:
-            x_layout = shared_layout((tile.pairs, form.block), x.dtype)
-            own = {"STAGES": tile.stages, "X_LAYOUT": x_layout}
-            launch(multiply_many_ahead, grid, *tensors, *sizes, **constants, **own, **launch_options(tile.warps, pdl))
-        else:
-            launch(packed_groups.multiply_many, grid, *tensors, *sizes, **constants, **options)
+        launch(packed_groups.multiply_many, grid, *tensors, *sizes, **constants, **options)
         return
     own = {"PIECES": weight.pieces, "BLOCKS": weight.blocks, "EACH": each, "AHEAD": tile.ahead}
     own |= dealt.constants | {"WHOLE": weight.outputs % tile.columns == 0}
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)
+
+
+def _multiply_gathered(
+    x: Tensor,
+    weight: CudaPackedMatrix,
+    out: Tensor,
+    dealt: PairTiles,
+    tile: PackedGroupTile,
+    *,
+    share: int,
+    gated: int,
+    pdl: bool | None,
+) -> None:
+    """Gather the rows of x in the order of their experts, so that bulk copies can bring them, and multiply them."""
+    options = launch_options(4, pdl)
+    pairs = len(dealt.pairs)
+    columns = x.shape[1]
+    gathered = x.new_empty(pairs, columns)
+    grid = (count_parts(pairs, 4), count_parts(columns, _GATHERED))
+    sizes = (pairs, len(x), columns)
+    launch(gather_rows, grid, x, dealt.pairs, gathered, *sizes, SHARE=share, BLOCK=_GATHERED, **options)
+    form = weight.block_form
+    launch(
+        multiply_many_ahead,
+        (len(dealt.tiles) * count_parts(weight.outputs, tile.columns),),
+        *weight.tensors,
+        describe_blocks(gathered, tile.pairs, form.block),
+        out,
+        dealt.pairs,
+        dealt.tiles,
+        dealt.total,
+        *(one.stride(0) for one in weight.tensors),
+        weight.outputs,
+        weight.blocks,
+        weight.piece // form.block,
+        STAGES=tile.stages,
+        FORM=form,
+        GATED=gated,
+        PARTS=divide_piece(weight, 4),
+        **options,
+    )

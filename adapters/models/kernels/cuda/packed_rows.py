@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from adapters.models.kernels.formats.row_format import INT4, LIMITS, SCALE, STEP
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import packed_rows
 from adapters.models.kernels.triton_launch import launch
+
+MANY_ROWS = 64  # of a step whose programs take several heads
+# Heads of such a program, which it takes one after the other. An H200 starts a program every 1.2 ns, and all of them
+# together turn heads faster than that.
+_AT_ONCE = 8
 
 
 def are_usual(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -33,6 +40,11 @@ def scales_of(cache: Tensor) -> Tensor:
     return as_bytes(cache).view(torch.float32) if format_of(cache).is_coded else cache
 
 
+def _count_heads_at_once(rows: int) -> int:
+    """Return how many heads a program takes, one after the other. In a step of few rows each has one of its own."""
+    return _AT_ONCE if rows > MANY_ROWS else 1
+
+
 def _describe_rotation(head: int, block: int) -> Constants:
     """Return the constants of a rotation of heads in blocks."""
     count = round_up_to_power(head // block)
@@ -48,11 +60,12 @@ def keep_heads(
     """
     count, every, head = prepared.shape
     q = prepared.new_empty(count, heads, head)
+    at_once = _count_heads_at_once(count)
     limits = [LIMITS.get(cache.dtype, STEPS) for cache in (k_cache, v_cache)]
     apart = k_cache.stride(2) * k_cache.dtype.itemsize
     launch(
         packed_rows.keep_heads,
-        (count, every),
+        (count, -(-every // at_once)),
         prepared,
         q,
         as_bytes(k_cache),
@@ -76,8 +89,9 @@ def keep_heads(
         V_APART=v_cache.stride(2),
         APART=apart // SCALE,
         PAGE=page_size(k_cache, batch),
+        AT_ONCE=at_once,
         enable_fp_fusion=False,
-        **launch_options(4, pdl),
+        **launch_options(1, pdl),
     )
     return q
 
@@ -86,6 +100,8 @@ def turn_back(attended: Tensor, head: int, pdl: bool | None) -> Tensor:
     """Rotate what is attended of rotated values, `[..., size]`, in place, and return it. head: numbers of a row."""
     size = attended.shape[-1]
     shape = _describe_rotation(size, head & -head)
-    options = launch_options(1, pdl)
-    launch(packed_rows.rotate_heads, (attended.numel() // size,), attended, **shape, enable_fp_fusion=False, **options)
+    count = attended.numel() // size
+    at_once = gcd(_count_heads_at_once(len(attended)), count)
+    options = {"AT_ONCE": at_once, "enable_fp_fusion": False, **launch_options(1, pdl)}
+    launch(packed_rows.rotate_heads, (count // at_once,), attended, **shape, **options)
     return attended

@@ -37,12 +37,14 @@ class TileKind:
 class StepTiles:
     """The step's tables of tiles on the device, by kind.
 
-    fresh: the kinds that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
+    fresh: the kinds that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`. unpacks:
+    see `CudaAttention.unpacks_codes`.
     """
 
     tables: dict[TileKind, Tensor] = field(factory=dict)
     fresh: set[TileKind] = field(factory=set)
     merges: bool = False
+    unpacks: bool = False
 
 
 @define(eq=False)

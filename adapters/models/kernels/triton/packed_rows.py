@@ -130,9 +130,11 @@ def keep_heads(
     V_APART: tl.constexpr,
     APART: tl.constexpr,
     PAGE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Take one head of one row of x `[R, HEADS + KV + VALUES, SIZE]`: rotate a query if keys are, write a key or value.
+    """Take AT_ONCE heads of one row of x `[R, HEADS + KV + VALUES, SIZE]`: rotate a query if keys are, write a key or
+    value.
 
     K_APART, V_APART: elements between rows of keys, and of values. APART: the float32 numbers between rows of either.
     """
@@ -140,31 +142,31 @@ def keep_heads(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     i = tl.arange(0, COUNT)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + (row * (HEADS + KV + VALUES) + head) * SIZE + i, i < SIZE, 0.0).to(tl.float32)
-    if head < HEADS:
-        if K_KIND >= INT35:
-            x = rotate_blocks(x, COUNT, BLOCK, LOG, ROOT)
-        tl.store(q_ptr + (row * HEADS + head) * SIZE + i, x.to(q_ptr.dtype.element_ty), i < SIZE)
-    else:
-        position = tl.load(positions_ptr + row)
-        slot = tl.load(slots_ptr + row)
-        kept = position >= 0
-        place = tl.maximum(position, 0)
-        if PAGE > 0:
-            slot = tl.load(pages_ptr + slot * (capacity // PAGE) + place // PAGE).to(tl.int64)
-            capacity = PAGE
-            place = place % PAGE
-        key = head - HEADS
-        if key < KV:
-            at = (slot * KV + key) * capacity + place
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row)
+    kept = position >= 0
+    place = tl.maximum(position, 0)
+    if PAGE > 0:
+        slot = tl.load(pages_ptr + slot * (capacity // PAGE) + place // PAGE).to(tl.int64)
+        capacity = PAGE
+        place = place % PAGE
+    for number in range(AT_ONCE):
+        head = tl.program_id(1) * AT_ONCE + number
+        inside = (i < SIZE) & (head < HEADS + KV + VALUES)
+        x = tl.load(x_ptr + (row * (HEADS + KV + VALUES) + head) * SIZE + i, inside, 0.0).to(tl.float32)
+        if head < HEADS:
+            if K_KIND >= INT35:
+                x = rotate_blocks(x, COUNT, BLOCK, LOG, ROOT)
+            tl.store(q_ptr + (row * HEADS + head) * SIZE + i, x.to(q_ptr.dtype.element_ty), i < SIZE)
+        elif head < HEADS + KV:
+            at = (slot * KV + head - HEADS) * capacity + place
             _keep_head(
                 x, k_ptr + at * K_APART, k_scales + at * APART, kept, SIZE, COUNT, BLOCK, LOG, ROOT, PADDED, K_KIND,
                 K_LIMIT,
             )  # fmt: skip
-        elif VALUES > 0:
-            at = (slot * KV + key - KV) * capacity + place
+        elif head < HEADS + KV + VALUES:
+            at = (slot * KV + head - HEADS - KV) * capacity + place
             _keep_head(
                 x, v_ptr + at * V_APART, v_scales + at * APART, kept, SIZE, COUNT, BLOCK, LOG, ROOT, PADDED, V_KIND,
                 V_LIMIT,
@@ -179,13 +181,16 @@ def rotate_heads(
     BLOCK: tl.constexpr,
     LOG: tl.constexpr,
     ROOT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate one head of x `[heads, SIZE]` in place."""
+    """Rotate AT_ONCE heads of x `[heads, SIZE]` in place."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.arange(0, COUNT)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    to = x_ptr + tl.program_id(0).to(tl.int64) * SIZE + i
-    x = rotate_blocks(tl.load(to, i < SIZE, 0.0).to(tl.float32), COUNT, BLOCK, LOG, ROOT)
-    tl.store(to, x.to(x_ptr.dtype.element_ty), i < SIZE)
+    first = tl.program_id(0).to(tl.int64) * AT_ONCE
+    for number in range(AT_ONCE):
+        to = x_ptr + (first + number) * SIZE + i
+        x = rotate_blocks(tl.load(to, i < SIZE, 0.0).to(tl.float32), COUNT, BLOCK, LOG, ROOT)
+        tl.store(to, x.to(x_ptr.dtype.element_ty), i < SIZE)

@@ -6,6 +6,8 @@ Warps read them there, turn them into bfloat16, which holds every code exactly, 
 consumers read. They do so for half of a tile at a time, because consumers leave few registers. A code's scale comes
 along: consumers multiply scores and weights with it, as `attention` does, because there are fewer of them than codes.
 
+Chunks of one slot have a kernel of their own where there is memory for unpacked rows (`codes/unpacked_chain.py`).
+
 The scale of a row that a program does not see is zero. Its codes may be anything, because every code is a finite
 number. So nothing must be forgotten at the ends of a chain.
 """

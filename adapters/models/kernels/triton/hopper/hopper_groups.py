@@ -1,45 +1,109 @@
 """Products of many pairs of rows and experts on Hopper (compute capability 9.0), with weights that stay packed.
 
-The sums are those of `packed_groups.multiply_many`. What differs is who multiplies: `wgmma` reads the unpacked weights
-from registers, where the words already lie as it needs them, and rows of x from shared memory. So a weight is unpacked
-once for up to 128 pairs, and while the products of the block before are computed.
+The sums are those of `packed_groups.multiply_many`. What differs is who does what, as in `hopper_packed_wide`: two
+consumers have 64 rows of the weight each and unpack them in registers, and one warp brings the rows of x. It brings
+them in bulk, because rows are first gathered in the order of their experts.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.packed import lanes_of, load_block, locate_piece, restore
-from adapters.models.kernels.triton.packed_groups import matrix_of, read_tile, store_pairs
-from adapters.models.kernels.triton.packed_numbers import weights_of
+from adapters.models.kernels.triton.hopper.hopper_packed_wide import fill_ring, multiply_blocks
+from adapters.models.kernels.triton.hopper.hopper_ring import make_barriers
+from adapters.models.kernels.triton.hopper.many_rows.left_side import HEIGHT, load_packed, unpack_block
+from adapters.models.kernels.triton.packed import lanes_of, locate_piece, restore
+from adapters.models.kernels.triton.packed_groups import matrix_of, store_pairs
+
+
+@gluon.jit(do_not_specialize=["pairs", "rows"])
+def gather_rows(
+    x_ptr,
+    pairs_ptr,
+    out_ptr,
+    pairs,
+    rows,
+    depth,
+    SHARE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute out[i] = x[pairs[i] // SHARE]. Behind the pairs of all experts are any numbers, and rows of no use.
+
+    A warp has BLOCK columns of a row.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
+    m = gl.program_id(0) * num_warps + gl.arange(0, num_warps, layout=gl.SliceLayout(1, LANES))[:, None]
+    k = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LANES))[None, :]
+    row = gl.load(pairs_ptr + m, mask=m < pairs, other=0) // SHARE
+    row = gl.maximum(gl.minimum(row, rows - 1), 0).to(gl.int64)
+    found = gl.load(x_ptr + row * depth + k, mask=k < depth)
+    gl.store(out_ptr + m.to(gl.int64) * depth + k, found, mask=(m < pairs) & (k < depth))
 
 
 @gluon.jit
-def _fetch_rows(x_at, ring, inside, k, block, depth):
-    """Copy a block of the columns of all rows to its slot of the ring; zeros where there are none."""
-    STAGES: gl.constexpr = ring.shape[0]
-    BLOCK: gl.constexpr = ring.shape[2]
-    mask = inside & (block * BLOCK + k < depth)
-    async_copy.async_copy_global_to_shared(ring.index(block % STAGES), x_at + block * BLOCK, mask=mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _unpack_block(held, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LEFT: gl.constexpr):
-    w = weights_of(held, coordinates, dtype, FORM, True)
-    return gl.convert_layout(w.reshape((w.shape[1], w.shape[2])), LEFT, assert_trivial=True)
+def _consume(
+    matrix,
+    out_ptr,
+    own_pairs,
+    ring,
+    come,
+    free,
+    n0,
+    count,
+    columns,
+    blocks,
+    steps,
+    each,
+    NUMBER: gl.constexpr,
+    FORM: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Compute consumer NUMBER's rows of the weight for the pairs of a tile. steps: blocks that are multiplied. each:
+    blocks of a piece.
+    """
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    BLOCK_M: gl.constexpr = ring.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    LANES: gl.constexpr = lanes_of(1, 4, HEIGHT)
+    PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+    own = n0 + NUMBER * HEIGHT
+    coordinates = locate_piece(own, columns, HEIGHT, LANES)
+    held = load_packed(matrix, coordinates, 0, blocks, FORM, False)
+    w = unpack_block(held, coordinates, (0, 0, 0), 0, NUMBER, dtype, FORM, LEFT, False)
+    held = load_packed(matrix, coordinates, 1, blocks, FORM, False)
+    total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
+    whole = steps // each * each
+    for first in range(0, whole, each):
+        acc, w, held = multiply_blocks(
+            first, first + each, w, held, matrix, coordinates, ring, come, free, (0, 0, 0), blocks, NUMBER, dtype, FORM,
+            MMA, STAGES, PARTS, False,
+        )  # fmt: skip
+        total = total + acc
+    for first in range(whole, steps, each):  # a last piece with fewer blocks
+        acc, w, held = multiply_blocks(
+            first, steps, w, held, matrix, coordinates, ring, come, free, (0, 0, 0), blocks, NUMBER, dtype, FORM, MMA,
+            STAGES, 1, False,
+        )  # fmt: skip
+        total = total + acc
+    out = gl.convert_layout(restore(total, dtype, FORM).to(dtype), PAIRS)  # gates round their inputs like this as well
+    store_pairs(out, out_ptr, own_pairs, own, count, columns, GATED, 0)
 
 
 @gluon.jit(do_not_specialize=["blocks", "each"])
 def multiply_many_ahead(
     words_ptr,
     levels_ptr,
-    x_ptr,
+    x_desc,
     out_ptr,
     pairs_ptr,
     tiles_ptr,
@@ -47,72 +111,55 @@ def multiply_many_ahead(
     words_apart,
     levels_apart,
     columns,
-    depth,
     blocks,
     each,
-    SHARE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    X_LAYOUT: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
-    EARLY: gl.constexpr,
+    PARTS: gl.constexpr,
     PDL: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
-    """Compute out[pair] = x[pair // SHARE] @ w[slot].T for tiles of BLOCK_M pairs.
+    """Compute out[pairs[i]] = x[i] @ w[slot].T for tiles of pairs. x_desc: rows of x in the order of `pairs`.
 
-    A program has one tile of pairs and BLOCK_N rows of the expert's weight, 16 in each warp. Of STAGES blocks of x one
-    is multiplied, and the others are on their way. X_LAYOUT: of a block of x in shared memory.
-    blocks, each, EARLY: as in `multiply_many`.
+    A program has one tile of pairs and 128 rows of the expert's weight. Of STAGES blocks of x one is multiplied, and
+    the others are on their way. A program behind the last tile has no steps. blocks, each, PARTS: as in `packed_wide`.
     """
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    BLOCK: gl.constexpr = FORM.block
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    LANES: gl.constexpr = lanes_of(1, num_warps, BLOCK_N)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [num_warps, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
-    across = gl.cdiv(columns, BLOCK_N)
+    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
+    across = gl.cdiv(columns, 2 * HEIGHT)
     tile = gl.program_id(0) // across
-    n0 = gl.program_id(0) % across * BLOCK_N
-    if PDL and not EARLY:
-        gdc_wait()
-    if tile < gl.load(total_ptr):
-        slot, own_pairs, count = read_tile(pairs_ptr, tiles_ptr, tile, 0)
-        matrix = matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
-        coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
-        held = load_block(matrix, coordinates, 0, blocks, FORM)
-        if PDL:
-            gdc_launch_dependents()
-            if EARLY:
-                gdc_wait()
-        ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK], X_LAYOUT)
-        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPY))[:, None]
-        k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, COPY))[None, :]
-        row = gl.load(own_pairs + gl.minimum(m, count - 1)) // SHARE
-        x_at = x_ptr + row.to(gl.int64) * depth + k
-        for stage in gl.static_range(STAGES - 1):
-            _fetch_rows(x_at, ring, m < count, k, stage, depth)
-        w = _unpack_block(held, coordinates, dtype, FORM, LEFT)
-        held = load_block(matrix, coordinates, gl.minimum(1, blocks - 1), blocks, FORM)
-        total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-        for start in range(0, blocks, each):
-            acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-            for step in range(start, gl.minimum(start + each, blocks)):
-                async_copy.wait_group(STAGES - 2)
-                fence_async_shared()
-                program_barrier()  # all warps have this block, and have multiplied the one before
-                acc = warpgroup_mma(w, ring.index(step % STAGES).permute((1, 0)), acc, is_async=True)
-                _fetch_rows(x_at, ring, m < count, k, step + STAGES - 1, depth)
-                coming = _unpack_block(held, coordinates, dtype, FORM, LEFT)
-                held = load_block(matrix, coordinates, gl.minimum(step + 2, blocks - 1), blocks, FORM)
-                acc, w, coming = warpgroup_mma_wait(num_outstanding=0, deps=(acc, w, coming))
-                w = coming
-            total = total + acc
-        async_copy.wait_group(0)
-        found = gl.convert_layout(restore(total, dtype, FORM), PAIRS)
-        store_pairs(found, out_ptr, own_pairs, n0, count, columns, GATED, 0)
+    n0 = gl.program_id(0) % across * (2 * HEIGHT)
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, FORM.block], x_desc.layout)
+    come = make_barriers(STAGES, 1)
+    free = make_barriers(STAGES, 2)
     if PDL:
-        gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended
+        gdc_launch_dependents()
+        gdc_wait()
+    is_used = tile < gl.load(total_ptr)
+    at = tiles_ptr + tile * 4
+    slot = gl.load(at, mask=is_used, other=0)
+    first = gl.load(at + 1, mask=is_used, other=0)
+    count = gl.load(at + 2, mask=is_used, other=0)
+    steps = gl.where(is_used, blocks, 0)
+    matrix = matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
+    # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    matrix, out_ptr, pairs_ptr + first, ring, come, free, n0, count, columns, blocks, steps, each, 0,
+                    FORM, GATED, STAGES, PARTS,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    matrix, out_ptr, pairs_ptr + first, ring, come, free, n0, count, columns, blocks, steps, each, 1,
+                    FORM, GATED, STAGES, PARTS,
+                ),
+            ),
+            (fill_ring, (x_desc, ring, come, free, first, steps, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -32,7 +32,7 @@ from adapters.models.kernels.triton.packed import lanes_of, locate_piece, restor
 
 
 @gluon.jit
-def _fill(x_desc, ring, come, free, m0, steps, STAGES: gl.constexpr):
+def fill_ring(x_desc, ring, come, free, m0, steps, STAGES: gl.constexpr):
     """Bring all blocks of columns of x in order, each as soon as its slot of the ring is free."""
     BLOCK: gl.constexpr = x_desc.block_type.shape[1]
     for step in range(steps):
@@ -43,7 +43,7 @@ def _fill(x_desc, ring, come, free, m0, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_blocks(
+def multiply_blocks(
     low,
     high,
     w,
@@ -125,13 +125,13 @@ def _consume(
     if IN_PIECES:
         total = gl.zeros([HEIGHT, BLOCK_M], gl.float32, layout=MMA)
         for first in range(0, steps, each):
-            acc, w, held = _multiply_blocks(
+            acc, w, held = multiply_blocks(
                 first, gl.minimum(first + each, steps), w, held, matrix, coordinates, ring, come, free, shared, blocks,
                 NUMBER, dtype, FORM, MMA, STAGES, PARTS, MADE,
             )  # fmt: skip
             total = total + acc
     else:
-        total, w, held = _multiply_blocks(
+        total, w, held = multiply_blocks(
             0, steps, w, held, matrix, coordinates, ring, come, free, shared, blocks, NUMBER, dtype, FORM, MMA, STAGES,
             PARTS, MADE,
         )  # fmt: skip
@@ -204,7 +204,7 @@ def packed_wide(
                     make_scales,
                     (levels_ptr, shared[0], shared[1], shared[2], n0, columns, blocks, steps, FORM),
                 ),
-                (_fill, (x_desc, ring, come, free, m0, steps, STAGES)),
+                (fill_ring, (x_desc, ring, come, free, m0, steps, STAGES)),
             ],
             [4, MAKERS, 1],
             [232, 40, 24],
@@ -226,7 +226,7 @@ def packed_wide(
                         each, stride, 1, FORM, GATED, IN_PIECES, STAGES, PARTS, MADE,
                     ),
                 ),
-                (_fill, (x_desc, ring, come, free, m0, steps, STAGES)),
+                (fill_ring, (x_desc, ring, come, free, m0, steps, STAGES)),
             ],
             [4, 1],
             [240, 24],

@@ -88,6 +88,23 @@ def _weigh_tile(scores, MASKED: gl.constexpr, key0, position, peak, scale):
 
 
 @gluon.jit
+def _scale_columns(numbers, scales, slot):
+    """Multiply scores or weights with the scales of coded keys or values, one for each column."""
+    return numbers * scales.index(slot).load(gl.SliceLayout(0, numbers.type.layout))[None, :]
+
+
+@gluon.jit
+def _weigh_coded(scores, scales, slot, MASKED: gl.constexpr, key0, position, peak, scale, CODED: gl.constexpr):
+    """Do what `_weigh_tile` does. Where rows are coded, scores and weights are multiplied with scales."""
+    if CODED:
+        scores = _scale_columns(scores, scales[0], slot)
+    weights, fade, new_peak, part = _weigh_tile(scores, MASKED, key0, position, peak, scale)
+    if CODED:
+        weights = _scale_columns(weights, scales[1], slot)
+    return weights, fade, new_peak, part
+
+
+@gluon.jit
 def _open_or_fade(number, acc, fade, ended, folded, OF_SPLIT: gl.constexpr):
     """Prepare the sums for the values of tile `number`: fold the split that has ended before it, or fade the sums."""
     all_acc, all_peak, all_total = folded
@@ -110,6 +127,7 @@ def _walk(
     q,
     k_ring,
     v_ring,
+    scales,
     bars,
     position,
     scale,
@@ -117,6 +135,7 @@ def _walk(
     OF_SPLIT: gl.constexpr,
     MASKED: gl.constexpr,
     STAGES: gl.constexpr,
+    CODED: gl.constexpr,
 ):
     """Take the steps from `low` to `high`. Step n adds the values of tile n and computes the weights of tile n + 1.
 
@@ -138,7 +157,8 @@ def _walk(
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
         before = (peak, total)
         old = gl.where((number + 1) % OF_SPLIT == 0, _NOTHING, peak)
-        weights, fade, peak, part = _weigh_tile(scores, MASKED, (number + 1) * BLOCK_N, position, old, scale)
+        key0 = (number + 1) * BLOCK_N
+        weights, fade, peak, part = _weigh_coded(scores, scales, slot, MASKED, key0, position, old, scale, CODED)
         weighed = (fade, part, peak)
         coming = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
         mbarrier.wait(come.index((number + 2) % STAGES), (number + 2) // STAGES & 1)
@@ -148,11 +168,12 @@ def _walk(
 
 
 @gluon.jit
-def _consume_slots(
+def consume_slots(
     q_ptr,
     out_ptr,
     k_ring,
     v_ring,
+    scales,
     queries,
     bars,
     tile_rows,
@@ -163,6 +184,7 @@ def _consume_slots(
     GROUP: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    CODED: gl.constexpr,
 ):
     """Compute consumer NUMBER's part of a tile. tile_rows: see `hopper_consumers.consume_tiles`."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -195,7 +217,7 @@ def _consume_slots(
         mbarrier.wait(come.index(0), 0)
         begun = warpgroup_mma(q, k_ring.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
-        weights, fade, peak, part = _weigh_tile(scores, True, 0, position, no_peak, scale)
+        weights, fade, peak, part = _weigh_coded(scores, scales, 0, True, 0, position, no_peak, scale, CODED)
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(come.index(1), 0)
         weighed = (fade, part, peak)
@@ -204,17 +226,17 @@ def _consume_slots(
         end = tiles - 1
         clear = gl.minimum(gl.maximum((begin + 1) // BLOCK_N - 1, 0), end)  # the last steps are masked
         p, acc, weighed, before, folded = _walk(
-            0, clear, p, acc, weighed, before, folded, q, k_ring, v_ring, bars, position, scale, SCORES, OF_SPLIT,
-            False, STAGES,
+            0, clear, p, acc, weighed, before, folded, q, k_ring, v_ring, scales, bars, position, scale, SCORES,
+            OF_SPLIT, False, STAGES, CODED,
         )  # fmt: skip
         p, acc, weighed, before, folded = _walk(
-            clear, end, p, acc, weighed, before, folded, q, k_ring, v_ring, bars, position, scale, SCORES, OF_SPLIT,
-            True, STAGES,
+            clear, end, p, acc, weighed, before, folded, q, k_ring, v_ring, scales, bars, position, scale, SCORES,
+            OF_SPLIT, True, STAGES, CODED,
         )  # fmt: skip
         fade, part, peak = weighed
         acc, folded = _open_or_fade(end, acc, fade, before, folded, OF_SPLIT)
         values = v_ring.index(tiles % STAGES)
-        if tiles * BLOCK_N > last + 1:
+        if not CODED and tiles * BLOCK_N > last + 1:
             _forget(values, last - end * BLOCK_N, 4)
         adding = warpgroup_mma(p, values, acc, use_acc=end % OF_SPLIT > 0, is_async=True)
         total = gl.fma(gl.where(end % OF_SPLIT == 0, 0.0, before[1]), fade, part)
@@ -285,17 +307,17 @@ def attend_plain_chain(
     gl.warp_specialize(
         [
             (
-                _consume_slots,
+                consume_slots,
                 (
-                    q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP, SPLIT,
-                    STAGES,
+                    q_ptr, out_ptr, k_ring, v_ring, 0, queries, bars, tile_rows, kv_head, scale, 0, HEADS, GROUP, SPLIT,
+                    STAGES, False,
                 ),
             ),
             (
-                _consume_slots,
+                consume_slots,
                 (
-                    q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP, SPLIT,
-                    STAGES,
+                    q_ptr, out_ptr, k_ring, v_ring, 0, queries, bars, tile_rows, kv_head, scale, 1, HEADS, GROUP, SPLIT,
+                    STAGES, False,
                 ),
             ),
             (fill_slots, (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, STAGES)),
