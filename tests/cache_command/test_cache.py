@@ -76,7 +76,7 @@ def test_ls_shows_sequences_with_what_they_share_counted_once(path: Path, capsys
     assert len(found["identities"]) == 2
     assert main(["cache", "ls", str(path)]) == 0
     text = shown(capsys)
-    for said in (LAYOUT.identity[:12], OTHER.identity[:12], "new from", "last used", "64"):
+    for said in (LAYOUT.identity[:12], OTHER.identity[:12], "from token", "last use (turn)", "64"):
         assert said in text
     assert content(path) == before
 
