@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -186,21 +186,49 @@ def read_seek_table(descriptor: int, size: int) -> list[Sizes]:
 # --- every byte ---
 
 
-def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each run's name and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
+def check_contents(folder: PrivateFolder, found: Survey, step: Callable[[], None]) -> None:
+    """Read every file of `list_contents` to its end, and correct the survey by what is found.
+
+    Files with a fault go from `found.kept` to `found.damaged` or `found.unreadable`. A file that vanishes meanwhile was
+    evicted. step: called behind each file.
+    """
+    names = list_contents(found)
+    found.damaged.clear()
+    found.unreadable.clear()
     for name in names:
         try:
-            descriptor = folder.open_existing(name)
-            try:
-                check_run(name, descriptor)
-            finally:
-                os.close(descriptor)
+            check_content(folder, name)
         except FileNotFoundError:
-            yield name, ""
-        except (Damaged, OSError) as error:
-            yield name, str(error)
-        else:
-            yield name, ""
+            pass
+        except OSError as error:
+            found.unreadable[name] = error.strerror or str(error)
+        except Newer:
+            found.newer.append(name)
+        except Outdated:
+            found.outdated.append(name)
+        except Damaged as error:
+            found.damaged[name] = str(error)
+        step()
+    others = {*found.damaged, *found.unreadable, *found.newer, *found.outdated}
+    found.kept = [one for one in found.kept if one.name not in others]
+    found.recent_prompts = [name for name in found.recent_prompts if name not in others]
+
+
+def list_contents(found: Survey) -> list[str]:
+    """Return the names of all runs, then those of files of recent prompts."""
+    runs = [*(one.name for one in found.kept), *found.damaged, *found.unreadable]
+    return [*sorted(runs), *found.recent_prompts]
+
+
+def check_content(folder: PrivateFolder, name: str) -> None:
+    """Read a run or a file of recent prompts to its end. Raises Damaged, Newer, Outdated, OSError."""
+    if classify_name(name) == "recent":
+        return check_recents(folder, name)
+    descriptor = folder.open_existing(name)
+    try:
+        check_run(name, descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_run(name: str, descriptor: int) -> None:
@@ -268,18 +296,12 @@ def parse_span(about: Mapping[str, Any]) -> tuple[int, int]:
     return start, stop
 
 
-def check_recents(folder: PrivateFolder, name: str) -> str:
-    """Return what is wrong with a file of recent prompts; a torn end is not, since a kill leaves one."""
-    try:
-        raw = read_whole(folder, name, MAX_FILE_BYTES)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return str(error)
+def check_recents(folder: PrivateFolder, name: str) -> None:
+    """Check a file of recent prompts. A torn end is no damage, since a kill leaves one. Raises Damaged, OSError."""
+    raw = read_whole(folder, name, MAX_FILE_BYTES)
     recents = RecentPrompts(max_bytes=MAX_FILE_BYTES)
     if raw and not recent_prompts.restore_prompts(raw, recents) and not len(recents):
-        return "no recent prompts can be read from it"
-    return ""
+        raise Damaged("no recent prompts can be read from it")
 
 
 def read_whole(folder: PrivateFolder, name: str, most: int) -> bytes:
