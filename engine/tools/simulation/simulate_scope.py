@@ -71,7 +71,6 @@ class Simulation:
     _since: int = 0  # requests since the process started
     _indices: dict[int, int] = field(init=False)  # index of each request among all
     _shortening: SimulatedCompression = field(init=False)
-    _evicted: int = 0  # from the host tiers of earlier processes
 
     def __attrs_post_init__(self) -> None:
         settings = self.setup.settings
