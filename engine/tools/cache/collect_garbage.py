@@ -13,7 +13,7 @@ from rich.console import Console
 
 from adapters.store import index_journal, recent_prompts
 from adapters.store.block_index import BlockIndex
-from adapters.store.disk import survey_folder
+from adapters.store.disk import check_contents, survey_folder
 from adapters.store.disk.survey_folder import Survey, SurveyedFile
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from engine.settings.output.formatting import format_bytes
@@ -75,8 +75,8 @@ def survey_contents(folder: PrivateFolder, unwanted: RemovalOptions) -> Survey:
     """Survey the folder, and read all files to their ends unless everything goes. Damaged rows are found only so."""
     found = survey_folder.survey(folder)
     if not unwanted.everything:
-        with count_progress("files read", len(survey_folder.list_contents(found))) as step:
-            survey_folder.check_contents(folder, found, step)
+        with count_progress("files read", len(check_contents.list_contents(found))) as step:
+            check_contents.check_contents(folder, found, step)
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text as Line
 
-from adapters.store.disk import survey_folder
+from adapters.store.disk import check_contents, survey_folder
 from engine.settings.output.formatting import format_bytes, format_count
 from engine.settings.output.progress import count_progress
 from engine.tools.cache.cache_folder import make_wide_console, open_for_reading
@@ -18,9 +18,9 @@ def verify(path: Path, *, as_json: bool) -> int:
     """Check the folder and return the exit status, 1 if a file is damaged. Raises UserError."""
     with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
-        names = survey_folder.list_contents(found)
+        names = check_contents.list_contents(found)
         with count_progress("files read", len(names)) as step:
-            survey_folder.check_contents(folder, found, step)
+            check_contents.check_contents(folder, found, step)
     damaged = found.damaged | found.unreadable
     checked = sum(found.sizes.get(name, 0) for name in names)
     if as_json:
