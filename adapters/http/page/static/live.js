@@ -62,7 +62,7 @@ function tiles() {
     throughput(busy),
     ["slots busy", `${busy} of ${seats}`, queue ? `${number(queue)} waiting for a slot` : "no request is waiting"],
     ["of prompt tokens reused", percent(restored, totals.prompt_tokens), `${number(restored)} of ${number(totals.prompt_tokens)} tokens`],
-    ["tokens per decode step", totals.decode_steps ? (answered() / totals.decode_steps).toFixed(2) : "–", totals.proposed ? `${percent(totals.accepted, totals.proposed)} of proposals accepted` : "no proposals yet"],
+    ["tokens per decode step", totals.decode_steps ? (answered() / totals.decode_steps).toFixed(2) : "–", totals.proposed ? `${percent(totals.accepted, totals.proposed)} of proposals right` : "no proposals yet"],
   ];
   keyed(
     $("tiles"),
