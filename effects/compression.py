@@ -54,9 +54,8 @@ class Compression:
     continues: bool = False  # the conversation has answers already
     tools: bool = False  # the request has functions that may be called
     freeze: bool = False  # of a conversation, shorten only messages that have aged, each once and for all
-    least: int = (
-        0  # tokens that all aged messages have before they are frozen; fewer are frozen if the prompt does not fit
-    )
+    # Tokens that all aged messages have before they are frozen; fewer are frozen if the prompt does not fit.
+    least: int = 0
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Jobs are also read from traces, which are hostile input."""

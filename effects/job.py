@@ -33,14 +33,12 @@ class Sampling:
     top_k: int = 0  # 0: no limit
     top_p: float = field(default=1, converter=float)  # (0, 1]
     min_p: float = field(default=0, converter=float)  # [0, 1]: relative to the likeliest token
-    repetition_penalty: float = field(
-        default=1, converter=float
-    )  # > 0; 1 is none (Keskar et al. 2019, as in transformers)
+    # Above 0; 1 is none (Keskar et al. 2019, as in transformers).
+    repetition_penalty: float = field(default=1, converter=float)
     presence_penalty: float = field(default=0, converter=float)
     frequency_penalty: float = field(default=0, converter=float)
-    logit_bias: tuple[tuple[int, float], ...] = field(
-        default=(), converter=normalize_biases
-    )  # (token id, added to its logit)
+    # Pairs of a token id and what is added to its logit.
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), converter=normalize_biases)
     seed: int = 0  # of the noise: [0, 2**63)
     logprobs: int = -1  # -1: none; otherwise the number of alternatives to the chosen token
     grammar: Grammar | None = None  # that the answer follows

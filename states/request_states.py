@@ -82,9 +82,8 @@ class Prompt:
     followed: Followed | None = None  # rows that another request computed while this one waited for them
     awaited_rows: Tokens = ()  # rows that other requests wait for, to go on from them; in no order
     logprobs: tuple[Logprob, ...] = ()  # of its tokens but the first, as far as they were asked for and are known
-    heard_tokens: Tokens | None = (
-        None  # of the answer, that the client had when the slot's rows were lost; None: no loss
-    )
+    # Tokens of the answer that the client had when the slot's rows were lost. None: no loss.
+    heard_tokens: Tokens | None = None
 
     @cached_property
     def packed_tokens(self) -> bytes:

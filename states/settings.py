@@ -30,9 +30,8 @@ class Settings:
     # Rows of prompts go along with several decode steps of one launch, and prompts may join a launch. It needs mixed
     # forwards, and no draft. Several prompts share a forward, with positional state if `commits_per_segment`.
     mixed_launches: bool = False
-    prompt_lane_min_rows: int = (
-        0  # prefills of more rows run on the prompt lane, while decode steps run; 0: there is no such lane
-    )
+    # Prefills of more rows run on the prompt lane while decode steps run. 0: there is no such lane.
+    prompt_lane_min_rows: int = 0
     store: bool = False  # blocks are kept in host memory or on disk
     min_tokens: int = 0  # shorter sequences are not kept beyond the device
     stateful: bool = False  # the model has positional state, which blocks do not hold: a hit needs a checkpoint as well
@@ -40,9 +39,8 @@ class Settings:
     state_checkpoints: int = 0  # checkpoints that the device keeps, besides the state of each slot
     state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
     checkpoint_interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: only where it ends
-    shared_checkpoint_limit: int = (
-        0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
-    )
+    # Scope `full` keeps a checkpoint for other sessions at the last boundary up to this token. 0: none.
+    shared_checkpoint_limit: int = 0
     max_proposals: int = 0  # of the draft, in a decode step; 0: there is no draft
     max_copied: int = 0  # tokens of earlier text that a decode step proposes; 0: no text is searched
     max_branch: int = 0  # of these, tokens of a branch of the chain; 0: the model verifies chains only
@@ -54,9 +52,8 @@ class Settings:
     # Nanoseconds from one token of an answer to the next one that are acceptable while prompts wait; 0: prompts get no
     # more of the device than steps leave them.
     latency_target_ns: int = 0
-    chunks_per_prefill: int = (
-        1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
-    )
+    # Most chunks of one prefill: more than 1 where shards compute side by side, or on the prompt lane.
+    chunks_per_prefill: int = 1
     experts: int = 0  # of all layers, that host memory has; 0: all experts are where their layers are
     expert_slots: int = 0  # experts that the device has at once
     rates: Rates = field(factory=Rates)  # as measured at start

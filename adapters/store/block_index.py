@@ -77,9 +77,8 @@ class BlockIndex:
     # block key -> further runs that have the block too; only `add_overlapping` makes any
     _spares: dict[bytes, list[Entry]] = field(factory=dict[bytes, "list[Entry]"])
     _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> how many runs have it as their parent
-    _latest: dict[bytes, Entry] = field(
-        factory=dict[bytes, Entry]
-    )  # block key -> the last run of rows that was added behind it
+    # Block key -> the last run of rows that was added behind it.
+    _latest: dict[bytes, Entry] = field(factory=dict[bytes, Entry])
 
     def __len__(self) -> int:
         return len(self.entries)

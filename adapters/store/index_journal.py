@@ -26,9 +26,8 @@ from adapters.store.files.file_format import MAX_HANDLE, Kind
 NAME = "journal"
 ANY_MAGIC = b"rekindle-journal-"  # the beginning of every version
 MAX_BYTES = 1 << 30  # bytes
-MAGIC_BYTES = (
-    512  # bytes that tell whether it is ours: a disk writes this many at once, so a power cut leaves all or none
-)
+# Bytes that tell whether it is ours: a disk writes this many at once, so a power cut leaves all or none.
+MAGIC_BYTES = 512
 MAGIC = b"rekindle-journal-4\n"
 ADDITION = struct.Struct("<cQIQQQIcI")
 REMOVAL = struct.Struct("<cQ")

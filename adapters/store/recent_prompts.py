@@ -65,9 +65,8 @@ class RecentPrompts:
     max_prompts: int = MAX_PROMPTS
     max_bytes: int = MAX_BYTES
     held_bytes: int = 0  # bytes of packed tokens
-    _prompts: dict[int, RecentPrompt] = field(
-        factory=dict[int, RecentPrompt]
-    )  # the oldest first; parents before children
+    # The oldest first; parents before children.
+    _prompts: dict[int, RecentPrompt] = field(factory=dict[int, RecentPrompt])
     _last: int = 0  # serial
     _lock: threading.RLock = field(factory=threading.RLock)
 

@@ -34,9 +34,8 @@ class CacheMisses:
 
     lookup_divergences: MutableMapping[RequestId, Divergence]
     settings: Settings
-    _slot_divergences: dict[RequestId, Divergence | None] = field(
-        factory=dict[RequestId, "Divergence | None"]
-    )  # of live requests
+    # Only of live requests.
+    _slot_divergences: dict[RequestId, Divergence | None] = field(factory=dict[RequestId, "Divergence | None"])
 
     def observe(self, outs: tuple[Output, ...], before: World) -> None:
         """Note the divergence of every request that opens its slot with these effects."""

@@ -1,10 +1,9 @@
-"""The paths of a server that only the fleet around it uses. Its ingress gives clients none of them."""
+"""The paths of a server that only the fleet around it uses: all begin with /kv/. The ingress gives clients none."""
 
 from __future__ import annotations
 
 from typing import Final
 
-FLEET_PREFIX: Final = "/kv/"  # all of them begin so
 DIGEST_PATH: Final = "/kv/digests"  # what the server holds, for the routers
 PROMPT_PATH: Final = "/kv/prompt"  # what another server has to read, for a request with this body
 READ_PATH: Final = "/kv/read"  # reads such a prompt, and publishes its rows in the shared tier

@@ -23,6 +23,9 @@ ENVIRONMENT: Final = {
     # Busy machines take longer than Ray's defaults of 5 s and 10 s until a proxy and a node are ready.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_raylet_start_wait_time_s": "120",
+    # A Ray of one machine is lost without its control process. A signal to the whole process group ends that one too,
+    # and the fleet then waited a minute for it, Ray's default. A busy machine may need more than some seconds.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     # A decision about the number of replicas takes little longer than --upscale-delay.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",

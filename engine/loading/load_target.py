@@ -190,7 +190,7 @@ class LoadedModel:
     @property
     def numerics_line(self) -> str:
         buckets = self.numerics.buckets
-        return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
+        return f"numerics={self.mode} ({self.numerics.mode}, {buckets[0]}..{buckets[-1]} rows)"
 
     async def close(self) -> None:
         """Close the threads that copy rows first, then the lane, then the files of the store."""

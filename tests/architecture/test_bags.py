@@ -114,7 +114,7 @@ EDGES: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
             "adapters/text/template.py",
         ),
     ),
-    "headers of cache files": (4, ("adapters/store/disk/survey_folder.py", "adapters/store/files/file_format.py")),
+    "headers of cache files": (4, ("adapters/store/disk/check_contents.py", "adapters/store/files/file_format.py")),
     "options by flat name: a file of options, the header of a trace, the command line of a replica": (
         9,
         (

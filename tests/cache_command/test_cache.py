@@ -76,7 +76,7 @@ def test_ls_shows_sequences_with_what_they_share_counted_once(path: Path, capsys
     assert len(found["identities"]) == 2
     assert main(["cache", "ls", str(path)]) == 0
     text = shown(capsys)
-    for said in (LAYOUT.identity[:12], OTHER.identity[:12], "new from", "last used", "64"):
+    for said in (LAYOUT.identity[:12], OTHER.identity[:12], "from token", "last use (turn)", "64"):
         assert said in text
     assert content(path) == before
 
@@ -152,7 +152,10 @@ def another(file: Path) -> None:
     file.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [*(flip(at) for at in (0, 0.2, 0.5, 0.8, 1)), cut, empty, another])
+DAMAGES = (*(flip(at) for at in (0, 0.2, 0.5, 0.8, 1)), cut, empty, another)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_verify_names_what_is_damaged_and_changes_nothing(
     path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +216,19 @@ def test_gc_takes_away_what_is_of_no_use_and_leaves_the_rest(path: Path, capsys:
     assert main(["cache", "gc", str(path)]) == 0
     assert "freed" in shown(capsys)
     assert {file.name for file in path.iterdir()} == {*(file.name for file in good), "journal", "LOCK", "notes"}
+    assert main(["cache", "verify", str(path)]) == 0
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_gc_removes_what_verify_finds_damaged(path: Path, damage: Callable[[Path], None]) -> None:
+    _, bad, *others = files(path)
+    damage(bad)
+    before = content(path)
+    assert main(["cache", "gc", str(path), "--dry-run"]) == 0
+    assert content(path) == before
+    assert main(["cache", "gc", str(path)]) == 0
+    assert not bad.exists()
+    assert all(file.read_bytes() == before[file.name] for file in others)
     assert main(["cache", "verify", str(path)]) == 0
 
 

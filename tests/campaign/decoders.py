@@ -24,7 +24,7 @@ from adapters.http.wire.fields import Fields
 from adapters.models.numerics.probe_result import Numerics
 from adapters.store import index_journal, recent_prompts
 from adapters.store.block_index import Entry
-from adapters.store.disk import survey_folder
+from adapters.store.disk import check_contents
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
 from adapters.store.files.append_log import frame_record
@@ -153,7 +153,7 @@ def seek_tables(path: Path) -> Iterator[Case]:
             with suppress(Damaged, Newer, Outdated):
                 read_head(descriptor, now)
             with suppress(Damaged, Newer, Outdated):
-                survey_folder.check_run(template.name, descriptor)
+                check_contents.check_run(template.name, descriptor)
 
     yield case
 

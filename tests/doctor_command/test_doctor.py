@@ -142,8 +142,8 @@ def test_it_fails_where_there_is_a_fault(tmp_path: Path, small: None, capsys: py
     assert list(found) == [
         *("versions", "device", "memory", "limits", "environment", "kernels", "port", "models", "cache", "numerics")
     ]
-    assert torch.__version__ in found["versions"]["told"]
-    assert "bit for bit" in found["numerics"]["told"]
+    assert torch.__version__ in found["versions"]["summary"]
+    assert "bit for bit" in found["numerics"]["summary"]
     file = tmp_path / "file"
     file.write_text("x")
     found = run_doctor(capsys, 1, "--kv-cache-dir", str(file))

@@ -24,6 +24,7 @@ from effects.ids import Tokens
 from effects.model_details import ModelDetails
 from effects.prefill import RunPrefill
 from engine.settings.output.server_facts import CompressionFacts, ServerFacts
+from states.settings import Settings
 from tests.browser import SHIFT, Browser, Page, found
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, engine
 from tests.pairs import with_first
@@ -155,13 +156,29 @@ async def test_it_opens_without_a_complaint_and_shows_the_server(seen: Seen) -> 
         assert page.errors == []
 
 
+def build_facts(settings: Settings, size: int = 22 << 20) -> ServerFacts:
+    details = ModelDetails(1024, "bfloat16", "bfloat16", size, (), 16.0, 16.0, None)
+    compression = CompressionFacts("off", 0, 1.0, (), None, None, 0, "auto", freeze=False, hot_window=0)
+    return ServerFacts("scripted", "", "cpu", details, compression, settings)
+
+
+LIMITS = [(0, 0, "no draft"), (15, 0, "up to 15 draft tokens per step"), (0, 7, "up to 7 copied tokens per step")]
+
+
+async def test_the_panel_of_speculation_says_what_a_step_proposes_at_most(seen: Seen) -> None:
+    for drafted, copied, words in LIMITS:
+        settings = evolve(seen.engine.event_loop.world.settings, max_proposals=drafted, max_copied=copied)
+        seen.engine.door.facts = build_facts(settings)
+        async with seen.page() as page:
+            await page.until("document.querySelector('#speculation-note').textContent")
+            assert await page.text("#speculation-note") == words
+    seen.engine.door.facts = None
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("size", "hidden"), [(22 << 20, False), (8 << 30, True)])
 async def test_only_a_small_model_is_said_to_make_things_up(seen: Seen, size: int, hidden: bool) -> None:
-    details = ModelDetails(1024, "bfloat16", "bfloat16", size, (), 16.0, 16.0, None)
-    compression = CompressionFacts("off", 0, 1.0, (), None, None, 0, "auto", freeze=False, hot_window=0)
-    settings = seen.engine.event_loop.world.settings
-    seen.engine.door.facts = ServerFacts("scripted", "", "cpu", details, compression, settings)
+    seen.engine.door.facts = build_facts(seen.engine.event_loop.world.settings, size)
     async with seen.page() as page:
         assert await page.js("document.querySelector('#small').hidden") == hidden
         assert "makes things up" in await page.js("document.querySelector('#small').textContent")

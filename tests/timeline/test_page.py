@@ -95,6 +95,19 @@ async def test_it_opens_and_a_click_tells_of_an_event_and_what_it_led_to(chromiu
         assert "job.prompt (how many)" in first
 
 
+# This browser hides scroll bars, so a border takes the room of one, before anything is drawn.
+BORDER = """document.addEventListener("readystatechange", () => {
+    document.getElementById("rows").style.borderRight = "15px solid"
+}, { once: true })"""
+
+
+async def test_a_moment_has_one_place_in_rows_and_above_them(chromium: Browser, timeline: str) -> None:
+    async with shown(chromium, timeline, script=BORDER) as page:
+        widths = "['overview', 'tracks', 'bars'].map((name) => document.getElementById(name).clientWidth)"
+        whole = await page.js("document.getElementById('rows').offsetWidth")
+        assert await page.js(widths) == [whole - 15] * 3
+
+
 async def test_keys_go_through_requests_and_their_events_and_search_finds_one(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline) as page:
         await press(page, "ArrowDown", "ArrowDown")

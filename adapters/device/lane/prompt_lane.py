@@ -36,9 +36,8 @@ class ExecutorLanes:
     main: DeviceLane
     prompts: DeviceLane | None = None
     _openings: dict[SlotId, Opening] = field(init=False, factory=dict[SlotId, Opening])
-    _last_opening_event: torch.cuda.Event | None = field(
-        init=False, default=None
-    )  # behind the last opening that needed one
+    # An event behind the last opening that needed one.
+    _last_opening_event: torch.cuda.Event | None = field(init=False, default=None)
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:

@@ -31,9 +31,8 @@ class StateCheckpoints:
 
     shard: Shard
     keep_beyond_device: KeepState | None = None
-    _tokens_of: dict[CheckpointId, list[int]] = field(
-        factory=dict[CheckpointId, "list[int]"]
-    )  # the tokens in front of each state
+    # The tokens in front of each state.
+    _tokens_of: dict[CheckpointId, list[int]] = field(factory=dict[CheckpointId, "list[int]"])
 
     def latest_kept_row(self, rows: int) -> int:
         """Return the row behind which a slot with this many settled rows has its state."""

@@ -117,7 +117,7 @@ FAILURES: Mapping[Finish, tuple[int, str, str, str, bool]] = {
     "cancelled": (499, "The request was cancelled.", "cancelled", "cancelled", True),
     "dead_end": (
         422,
-        "No token of this model goes on with the answer within the form that was asked for.",
+        "No token can continue the answer in the requested form, or the form is too large to be followed.",
         "invalid_request_error",
         "form_dead_end",
         False,

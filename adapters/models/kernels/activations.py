@@ -12,9 +12,8 @@ from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 
 SILU = "silu"  # part of the product wherever there is one (`Kernels.gated_linear`)
 GELU = "gelu"  # the approximation by tanh
-CLAMPED = (
-    "clamped"  # of gpt-oss: both halves are clamped, the gate is x * sigmoid(ALPHA x), and 1 is added to the other
-)
+# That of gpt-oss: both halves are clamped, the gate is x * sigmoid(ALPHA x), and 1 is added to the other half.
+CLAMPED = "clamped"
 ALPHA = 1.702
 LIMIT = 7.0
 GATES = {SILU: 1, GELU: 2, CLAMPED: 3}  # as Triton programs have them; 0: a product has no gate

@@ -32,9 +32,8 @@ class Lender:
 
     descriptor: int
     _size: int = 0
-    _spans: list[tuple[int, int, int]] = field(
-        factory=list["tuple[int, int, int]"]
-    )  # addresses, and the offset of the first
+    # Each span: its first address, the one behind it, and its offset.
+    _spans: list[tuple[int, int, int]] = field(factory=list["tuple[int, int, int]"])
     _lock: threading.Lock = field(factory=threading.Lock)
 
     @classmethod

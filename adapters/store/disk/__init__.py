@@ -1,4 +1,4 @@
-"""The disk tier: its folder, its files by name, their journals, and what a survey finds there.
+"""The disk tier: its folder, its files by name, their journals, what a survey finds there, and what is damaged.
 
 Begin with `disk_tier.py`. May import the index, recent prompts and `files`.
 """

@@ -28,12 +28,10 @@ class FolderUpkeep:
     folder: PrivateFolder
     lock: threading.RLock
     counts: Counter[str] = field(factory=Counter[str])
-    damaged_files: Counter[str] = field(
-        factory=lambda: Counter(dict.fromkeys(KINDS, 0))
-    )  # files that were found damaged, by kind
-    _quarantined: dict[str, None] = field(
-        factory=dict[str, None]
-    )  # names of what is quarantined, the first to go first
+    # Files that were found damaged, by kind.
+    damaged_files: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
+    # Names of quarantined files, the first to go first.
+    _quarantined: dict[str, None] = field(factory=dict[str, None])
     _is_failing: bool = False
 
     def register_quarantined(self, names: Iterable[str]) -> None:

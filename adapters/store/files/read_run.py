@@ -174,8 +174,10 @@ def read_batches(
 
 @frozen
 class FrameBatch:
-    """Neighbouring frames: the offset of the first in the file, and the offset of its contents (the head is before
-    0)."""
+    """Neighbouring frames of a file. at: where the first one begins in the file.
+
+    content: where its content begins in the tensors; below 0 for the head, which lies before them.
+    """
 
     at: int
     frames: tuple[Sizes, ...]
@@ -279,7 +281,7 @@ def read_head_frame(frame: memoryview, content: int) -> bytes:
 
 
 def group_frames(frames: list[Sizes]) -> list[FrameBatch]:
-    """Yield neighbouring frames that are read together."""
+    """Return all frames in batches of neighbours, each of which is read at once."""
     together: list[list[Sizes]] = [[]]
     for frame in frames:
         if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE_BYTES:

@@ -93,8 +93,9 @@ def gc(
     identity: Annotated[str, Parameter(show_default=False)] = "",
     all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
     dry_run: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    quiet: Quiet = False,
 ) -> int:
-    """Remove damaged and unfinished files, and what the options name. No server may use the folder.
+    """Remove damaged and unfinished files, and what the options name. All files are read. No server may use the folder.
 
     `rekindle cache gc --budget 2048`
 
@@ -112,10 +113,14 @@ def gc(
         Remove everything.
     dry_run
         Only report what would be removed.
+    quiet
+        Show no progress.
     """
+    from engine.settings.output.progress import silence_progress  # noqa: PLC0415
     from engine.settings.paths import find_cache_folder  # noqa: PLC0415
     from engine.tools.cache.collect_garbage import RemovalOptions  # noqa: PLC0415
     from engine.tools.cache.collect_garbage import gc as collect  # noqa: PLC0415
 
     unwanted = RemovalOptions(None if budget is None else budget << 20, identity, all_)
-    return collect(folder or find_cache_folder(), unwanted, dry_run=dry_run)
+    with silence_progress(quiet):
+        return collect(folder or find_cache_folder(), unwanted, dry_run=dry_run)

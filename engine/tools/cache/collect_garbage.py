@@ -1,4 +1,7 @@
-"""`rekindle cache gc`: removes useless files and what the options name, by the rules of the server."""
+"""`rekindle cache gc`: removes useless files and what the options name, by the rules of the server.
+
+A file is damaged if `rekindle cache verify` says so.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from rich.console import Console
 
 from adapters.store import index_journal, recent_prompts
 from adapters.store.block_index import BlockIndex
-from adapters.store.disk import survey_folder
+from adapters.store.disk import check_contents, survey_folder
 from adapters.store.disk.survey_folder import Survey, SurveyedFile
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from engine.settings.output.formatting import format_bytes
+from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import (
     SHOWN_IDENTITY,
@@ -48,14 +52,14 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
     """Remove files. It needs the folder for itself, except for a dry run. Raises UserError, OSError."""
     with open_for_reading(path) as folder:
         if dry_run:
-            print_removal(survey_folder.survey(folder), path, unwanted, done=False)
+            print_removal(survey_contents(folder, unwanted), path, unwanted, done=False)
             return 0
     try:
         owned = PrivateFolder.open(path)
     except FolderUnusable as error:
         raise UserError(str(error)) from error
     try:
-        found = survey_folder.survey(owned)
+        found = survey_contents(owned, unwanted)
         removal = print_removal(found, path, unwanted, done=True)
         for name in removal.names:
             owned.remove(name)
@@ -65,6 +69,15 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
     finally:
         owned.close()
     return 0
+
+
+def survey_contents(folder: PrivateFolder, unwanted: RemovalOptions) -> Survey:
+    """Survey the folder, and read all files to their ends unless everything goes. Damaged rows are found only so."""
+    found = survey_folder.survey(folder)
+    if not unwanted.everything:
+        with count_progress("files read", len(check_contents.list_contents(found))) as step:
+            check_contents.check_contents(folder, found, step)
+    return found
 
 
 def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: bool) -> Removal:

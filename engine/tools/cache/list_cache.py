@@ -92,7 +92,7 @@ def build_table(*columns: str) -> Table:
 
 def build_identity_table(identities: Sequence[Identity]) -> Table:
     made = build_table(
-        "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used"
+        "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last use (turn)"
     )
     for one in identities:
         kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
@@ -119,8 +119,8 @@ def show_sequences(
 ) -> None:
     every = group_sequences(identity.files)
     console.print()
-    console.print(f"Sequences of {identity.name[:SHOWN_IDENTITY]}, used last first:", highlight=False)
-    made = build_table("tokens", "new from", "runs", "on disk", "ratio", "hits", "last used")
+    console.print(f"Sequences of {identity.name[:SHOWN_IDENTITY]}, most recently used first:", highlight=False)
+    made = build_table("tokens", "from token", "runs", "on disk", "ratio", "hits", "last use (turn)")
     made.columns[0].justify = "right"
     if decode is not None:
         made.expand = True

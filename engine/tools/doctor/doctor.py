@@ -36,9 +36,7 @@ def run_doctor(options: Options, *, as_json: bool) -> int:
 
 def describe_finding(finding: Finding) -> dict[str, str]:
     """Return a finding as --json prints it."""
-    described = attrs.asdict(finding)
-    described["told"] = described.pop("summary")
-    return described
+    return attrs.asdict(finding)
 
 
 def print_findings(out: Console, finding: Finding) -> None:

@@ -65,13 +65,11 @@ class Simulation:
     tally: Tally = field(init=False)
     disk: SimulatedDisk = field(init=False)
     process: Process = field(init=False)
-    _waiting: deque[tuple[Request, Callable[[], None]]] = field(
-        factory=deque
-    )  # requests that came while the process stops
+    # Requests that came while the process stops.
+    _waiting: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)
     _since: int = 0  # requests since the process started
     _indices: dict[int, int] = field(init=False)  # index of each request among all
     _shortening: SimulatedCompression = field(init=False)
-    _evicted: int = 0  # from the host tiers of earlier processes
 
     def __attrs_post_init__(self) -> None:
         settings = self.setup.settings

@@ -71,9 +71,8 @@ class Timeline:
     _rows: dict[RequestId, int] = field(factory=dict[RequestId, int])  # the row of each live request
     _bar: dict[RequestId, int] = field(factory=dict[RequestId, int])  # the open bar of each request
     _running: dict[LaneId, int] = field(factory=dict[LaneId, int])  # the launch on each lane
-    _awaited: dict[RequestId, tuple[int, Effect]] = field(
-        factory=dict[RequestId, "tuple[int, Effect]"]
-    )  # effects on the store without an outcome yet
+    # Effects on the store without an outcome yet.
+    _awaited: dict[RequestId, tuple[int, Effect]] = field(factory=dict[RequestId, "tuple[int, Effect]"])
 
     def observe(self, envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         if envelope.seq < self.first:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from engine.fleet import haproxy_script
 from engine.fleet.haproxy_script import (
     BINARY_PATH,
+    END_WITH_PARENT,
     can_run,
     find_haproxy,
     main,
@@ -55,11 +57,11 @@ def binary() -> Path:
 
 
 @contextmanager
-def run_haproxy(script: Path, folder: Path, behind: int) -> Iterator[int]:
-    """Run HAProxy before a port. Yields its own port."""
+def run_haproxy(script: Path, folder: Path, behind: int, starter: Sequence[str] = ()) -> Iterator[int]:
+    """Run HAProxy before a port. Yields its own port. starter: a command that starts it; it is killed in the end."""
     port = find_free_port()
     (folder / "haproxy.cfg").write_text(CONFIGURATION.format(port=port, behind=behind))
-    process = subprocess.Popen([script, "-db", "-f", folder / "haproxy.cfg"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*starter, script, "-db", "-f", folder / "haproxy.cfg"], stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 30
         while True:
@@ -114,17 +116,34 @@ def test_a_local_fleet_uses_the_script_unless_a_program_is_named(binary: Path, m
     script = Path(os.environ[BINARY_PATH])
     assert script.read_text().split()[-3:] == [str(binary), "-dS", '"$@"']
     monkeypatch.delenv(BINARY_PATH)
-    monkeypatch.setattr(haproxy_script, "can_run", lambda _: False)
+    monkeypatch.setattr(haproxy_script, "can_run", lambda *_: False)
     set_haproxy_script()
     assert BINARY_PATH not in os.environ
 
 
 def test_a_script_that_starts_nothing_is_not_used(tmp_path: Path) -> None:
-    assert not can_run(write_haproxy_script(tmp_path, Path("/nowhere/haproxy")))
+    assert not can_run(write_haproxy_script(tmp_path, Path("/nowhere/haproxy")), "-v")
+
+
+STARTS_A_CHILD = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+
+
+def test_haproxy_frees_its_port_when_the_process_that_started_it_is_killed(binary: Path, tmp_path: Path) -> None:
+    if not can_run(*END_WITH_PARENT, "true"):
+        pytest.skip("no setpriv that knows --pdeathsig")
+    starter = sys.executable, "-c", STARTS_A_CHILD
+    with run_haproxy(write_haproxy_script(tmp_path, binary), tmp_path, find_free_port(), starter) as port:
+        pass  # run_haproxy has killed the starter
+    end = time.monotonic() + 30
+    with suppress(ConnectionRefusedError):
+        while True:
+            socket.create_connection(("127.0.0.1", port)).close()
+            assert time.monotonic() < end, "HAProxy still listens"
+            time.sleep(0.01)
 
 
 def test_the_command_for_a_cluster_prints_the_path(binary: Path, tmp_path: Path) -> None:
-    assert can_run(Path(main(str(tmp_path))))
+    assert can_run(main(str(tmp_path)), "-v")
 
 
 def test_without_haproxy_the_command_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import pytest
 import zstandard
 
 from adapters.store import index_journal, recent_prompts
+from adapters.store.disk import check_contents
 from adapters.store.disk import disk_tier as disk_module
-from adapters.store.disk import survey_folder
 from adapters.store.disk.disk_tier import MAX_WRITER_RESTARTS
 from adapters.store.disk.file_names import QUARANTINE
 from adapters.store.disk.folder_upkeep import MOST_QUARANTINED
@@ -173,7 +173,7 @@ def test_a_file_with_many_hollow_frames_is_not_read_for_ever(path: Path) -> None
     hollow = seekable.create_compressor(1).compress(bytes(64 << 20))
     file.write_bytes(joined([parts(file.read_bytes())[0], hollow, hollow]))
     with file.open("rb") as opened, pytest.raises(Damaged, match="frames' sizes"):
-        survey_folder.check_run(file.name, opened.fileno())
+        check_contents.check_run(file.name, opened.fileno())
 
 
 @pytest.mark.parametrize("with_journal", [True, False])

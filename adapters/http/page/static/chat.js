@@ -7,7 +7,7 @@ import { copied, rendered } from "./markdown.js";
 
 const KEPT = "rekindle.chat", SETTINGS = "rekindle.settings";
 const MOST_TURNS = 400; // that are kept; of the 5 MB that browsers give
-const STARTERS = ["What is Rekindle?", "How does it start warm?", "Write a function that reverses a string."];
+const STARTERS = ["What is Rekindle?", "What is a KV cache?", "Write a function that reverses a string."];
 const FIELDS = { system: "set-system", temperature: "set-temperature", tokens: "set-tokens", speculation: "set-speculation" };
 
 let turns = [];

@@ -62,7 +62,7 @@ function tiles() {
     throughput(busy),
     ["slots busy", `${busy} of ${seats}`, queue ? `${number(queue)} waiting for a slot` : "no request is waiting"],
     ["of prompt tokens reused", percent(restored, totals.prompt_tokens), `${number(restored)} of ${number(totals.prompt_tokens)} tokens`],
-    ["tokens per decode step", totals.decode_steps ? (answered() / totals.decode_steps).toFixed(2) : "–", totals.proposed ? `${percent(totals.accepted, totals.proposed)} of proposals accepted` : "no proposals yet"],
+    ["tokens per decode step", totals.decode_steps ? (answered() / totals.decode_steps).toFixed(2) : "–", totals.proposed ? `${percent(totals.accepted, totals.proposed)} of proposals right` : "no proposals yet"],
   ];
   keyed(
     $("tiles"),
@@ -197,10 +197,15 @@ function drawMisses(last) {
 
 // -- speculation
 
+/** What a decode step proposes at most: tokens of the draft, and copies of earlier text. */
+function proposalLimits({ max_proposals: drafted = 0, max_copied: copied = 0 } = {}) {
+  const parts = [drafted && `${number(drafted)} draft tokens`, copied && `${number(copied)} copied tokens`].filter(Boolean);
+  return parts.length ? `up to ${parts.join(" or ")} per step` : "no draft";
+}
+
 function speculation() {
   const { totals, recent, runtime, settings } = status, draft = runtime?.draft_residency?.draft;
-  const block = settings?.block ?? 0;
-  $("speculation-note").textContent = block ? `up to ${block} proposals per step` : "no draft model";
+  $("speculation-note").textContent = proposalLimits(settings);
   const lines = [
     ["proposed", number(totals.proposed)],
     ["accepted", `${number(totals.accepted)} (${percent(totals.accepted, totals.proposed)})`],

@@ -22,9 +22,8 @@ from adapters.models.kernels.functions.truncation import find_likeliest, make_co
 from effects.job import Sampling
 
 SHORT = 64
-WIDER = (
-    8  # candidates are ranked among SHORT tokens first, then WIDER times as many: ranking all is slower than a layer
-)
+# Candidates are ranked among SHORT tokens first, then WIDER times as many: ranking all is slower than a layer.
+WIDER = 8
 NEAR = 8.0  # natural logarithms below the likeliest token; of tokens further off about one in e**10 is looked at
 LOWEST = -6.0  # no noise is lower
 CLOSE = 1e-9  # scores further apart than this are ordered alike by a library's logarithms and by exact ones

@@ -58,8 +58,9 @@ class IndexedText(Protocol):
 
         They count as proposed, too.
 
-        It is what followed at another earlier position, where the chain goes on otherwise. Of these positions that
-        counts which has the longest match, then the most frequent next token, then the earliest one in the chain.
+        It is what followed at another earlier position, from the first token that differs from the chain. The
+        position with the longest match is taken. Of equally long ones, it is the one with the most frequent next token,
+        and then the one that differs first.
         """
         ...
 
@@ -80,8 +81,8 @@ class TextMatcher(Protocol):
     def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
         """Search each text, and its archive, for the longest match of the end of the text.
 
-        Of equally long matches, that counts whose next token is the most frequent one, and of these the newest. The
-        text goes before the archive.
+        Of equally long matches, the one with the most frequent next token is taken, and of these the newest. The text
+        is preferred to the archive.
         """
         ...
 

@@ -60,6 +60,8 @@ const highest = (layers) => layers.reduce((sum, [, values]) => { values.forEach(
 // --- drawing ---
 
 function draw() {
+  // Only the rows have a scroll bar. The canvases above are as wide as what it leaves, so one moment has one x everywhere.
+  $("chart").style.setProperty("--scrollbar", `${$("rows").offsetWidth - $("rows").clientWidth}px`);
   drawOverview();
   drawTracks();
   drawRows();
