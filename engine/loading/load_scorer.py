@@ -229,11 +229,7 @@ def build_compressor(found: FoundScorer, options: Options, calibrations: Calibra
 
 def count_scored_rows(runtime: RuntimeOptions, placement: Placement) -> int:
     """Return the rows of one forward of the scorer."""
-    return (
-        CUDA_CHUNK
-        if placement.compute_device.type == "cuda"
-        else choose_chunk(runtime, (placement,), has_experts=False)
-    )
+    return CUDA_CHUNK if placement.compute_device.type == "cuda" else choose_chunk(runtime, (placement,))
 
 
 def prove_remote_scorer(

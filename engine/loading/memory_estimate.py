@@ -156,7 +156,7 @@ def estimate_needs(
             fixed -= table
         fixed += checkpoints * sum(checkpoint_bytes for _, checkpoint_bytes in states)
         if device.type == "cuda":
-            chunk = choose_chunk(options.runtime, plan, has_experts=config.experts is not None)
+            chunk = choose_chunk(options.runtime, plan, config)
             fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in layer_runs)
         row_types = read_row_types(options.weights.kv_dtype, dtype)
         target_row = sum(config.kv_bytes_per_token(row_types, layers) for layers in layer_runs)
@@ -338,7 +338,7 @@ def estimate_buffers(
     The default buckets double, so all together have about twice the rows of the largest. `estimate_needs` counts these
     bytes for the target's last device and for the draft's device, and leaves out those of other devices.
     """
-    chunk = choose_chunk(runtime, plan, has_experts=config.experts is not None)
+    chunk = choose_chunk(runtime, plan, config)
     hidden = 2 * chunk * config.hidden_size * dtype.itemsize
     return hidden + 2 * HEAD_ROWS * config.vocab_size * torch.float32.itemsize
 

@@ -81,7 +81,7 @@ def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, on_step: sta
     placements = plan.placements
     options = plan.options
     rows = read_row_types(options.weights.kv_dtype, plan.dtype)
-    chunk = choose_chunk(options.runtime, placements, has_experts=checkpoint.config.experts is not None)
+    chunk = choose_chunk(options.runtime, placements, checkpoint.config)
     compiling = partial(
         compile_kernels,
         checkpoint,

@@ -68,7 +68,7 @@ def prove(
     Outcomes are kept from one start to the next. Shards in other processes prove their own numerics and have their own
     kernels; they are offered the outcomes that are known here.
     """
-    chunk = choose_chunk(runtime, plan, has_experts=checkpoint.config.experts is not None)
+    chunk = choose_chunk(runtime, plan, checkpoint.config)
     rows = read_row_types(weights.kv_dtype, dtype)
     fast = runtime.numerics == "fast"
     experts = None

@@ -194,8 +194,8 @@ class RuntimeOptions:
     --max-ctx, or on a smaller CUDA device what weights, buffers and a reserve leave."""
 
     chunk: Annotated[int, flag(ENGINE, converter=parse_integer, validator=check_chunk)] = 0
-    """Maximum tokens that one prefill step computes, a power of two from 64 to 4096. 0: on CUDA 1024, or 4096 for
-    models with experts; on a CPU 256."""
+    """Maximum tokens that one prefill step computes, a power of two from 64 to 4096. 0: on CUDA 1024, 2048 for models
+    with heads of 256 and no windows, or 4096 for models with experts; on a CPU 256."""
 
     threads: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1024))] = 0
     """CPU threads for the model. 0: one for each core. A different number makes a different numerics class."""

@@ -47,7 +47,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.decode.in_flight_step import BatchMember, InFlightStep, append_picks, last_tokens
-from adapters.device.decode.kept_rows import keep_last_rows, pick_from_kept_rows
+from adapters.device.decode.kept_rows import has_kept_row, keep_last_rows, pick_from_kept_rows
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.next_steps import make_next_step
 from adapters.device.decode.prompt_along import PlaceAlong, append_tokens, goes_along
@@ -290,7 +290,9 @@ class OverlappedDecode:
         ]
         step = whole = Step(tuple(segments), bucket_of(self.buckets, len(members)))
         state = members[0].state if len(members) == 1 and not unread_count else None
-        along = self.along.find_rows(len(members))
+        # A row that is kept needs no forward, so its token comes before one that prompts go along with.
+        is_kept = state is not None and has_kept_row(members[0])
+        along = () if is_kept else self.along.find_rows(len(members))
         for rows in along:
             whole = rows.computed_piece.append_to(whole, self.buckets)
         if along:

@@ -133,7 +133,21 @@ async def test_a_first_step_that_comes_late_is_picked_behind_the_forward_that_ru
         await outcomes.wait_for(prompt, *clients)
     assert prompt.answer == alone
     own = [number for number, forward in enumerate(forwards) if any(one[0] == 2 for one in forward)]
-    assert own == [0, 4, 5, 6], "forwards 1 to 3 were launched before the step joined"
+    assert own == [0, 3, 4, 5], "forwards 1 and 2 were launched before the step joined"
+
+
+async def test_the_token_of_a_kept_row_comes_before_a_forward_that_prompts_go_along_with(ahead, monkeypatch):
+    theirs = await ahead.answer(prompt_of(60, 9), GREEDY, STEPS)
+    clients = await open_decoding(ahead, (GREEDY,))
+    prompt = await ahead.open(prompt_of(80, SHORT), SAMPLED, 2)
+    kept = clients[0].prompt - 1
+    forwards = count_forwards(ahead, monkeypatch)
+    outcomes = Outcomes(ahead)
+    outcomes.submit(*map(decode_step, clients), along(prompt), callers=(*clients, prompt))
+    await outcomes.wait_for(prompt, *clients)
+    assert clients[0].answer == theirs
+    assert forwards[0][0] == (0, kept + 1, 1), "the row that is kept is not computed again"
+    assert forwards[0][1][0] == 2, "the prompt goes along with the next row"
 
 
 async def test_a_first_token_that_ends_the_answer_leaves_the_others_alone(ahead, monkeypatch):

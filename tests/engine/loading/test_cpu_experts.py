@@ -99,11 +99,13 @@ def test_layers_that_cannot_be_here_are_refused(checkpoint: Checkpoint) -> None:
         place_cpu_experts(plan_of(dense, cpu_experts="1"), None)
 
 
-def test_prompts_come_in_the_chunks_of_a_cpu() -> None:
+def test_prompts_come_in_the_chunks_of_a_cpu(checkpoint: Checkpoint) -> None:
     runtime = build_options().runtime
-    assert choose_chunk(runtime, [Placement(range(3), GPU)], has_experts=False) == 1024
-    assert choose_chunk(runtime, [Placement(range(3), GPU)], has_experts=True) == 4096
-    assert choose_chunk(runtime, [Placement(range(3), GPU, cpu_experts=range(1))], has_experts=True) == 256
+    gpu = [Placement(range(3), GPU)]
+    assert choose_chunk(runtime, gpu) == 1024
+    assert choose_chunk(runtime, gpu, Checkpoint.open(demo.FOLDER).config) == 1024
+    assert choose_chunk(runtime, gpu, checkpoint.config) == 4096
+    assert choose_chunk(runtime, [Placement(range(3), GPU, cpu_experts=range(1))], checkpoint.config) == 256
 
 
 # --- memory ---

@@ -20,7 +20,7 @@ from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from adapters.models.open_checkpoint import DECIDING
 from engine.loading.drafts.find_draft import FoundDraft
-from engine.loading.memory.device_survey import Placement
+from engine.loading.memory.device_survey import Placement, choose_chunk
 from engine.loading.memory_estimate import choose_fit, estimate_placed_weights
 from engine.settings.options import build_options
 
@@ -89,6 +89,13 @@ def test_one_slot_holds_long_contexts_and_shorter_ones_with_a_draft(kv_dtype: st
     found = [choose_fit(options, config, BF16, plan, draft, layouts=layouts) for draft in (None, make_draft())]
     assert [one.context for one in found] == [alone, drafted]
     assert all(one.fits for one in found)
+
+
+def test_heads_of_256_without_windows_have_longer_chunks() -> None:
+    config, _ = make_config()
+    plan = (Placement(range(config.num_layers), GPU),)
+    assert choose_chunk(build_options(device="cpu").runtime, plan, config) == 2048
+    assert choose_chunk(build_options(device="cpu", chunk=512).runtime, plan, config) == 512
 
 
 @pytest.mark.timeout(30)

@@ -63,6 +63,7 @@ SINKS = AttentionRule(window=128, sinks=torch.zeros(8))
 BODIES = {
     "products": compiled.multiply(BF16, 128, 4, 16, 64, 1024),
     "products of many columns": compiled.multiply(BF16, 24576, 1024),
+    "products in tiles that fit the processors": compiled.multiply(BF16, 5120, 512),
     "products of long sums": compiled.multiply(BF16, 128, 64, depth=8192),
     "products in float16": compiled.multiply(torch.float16, 128, 4, 64, 1024),
     "products in float32": compiled.multiply(torch.float32, 128, 4, 64, 1024),

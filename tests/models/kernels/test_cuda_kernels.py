@@ -12,6 +12,7 @@ from torch import Tensor
 from adapters.models.decoder.cache.window_pages import WindowPages
 from adapters.models.kernels.activations import CLAMPED, GELU, gate_halves
 from adapters.models.kernels.composed_operations import add_normed
+from adapters.models.kernels.cuda.tiles import fits_processors
 from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.formats.row_format import RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
@@ -94,6 +95,20 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
             (k.gated_linear(x, k.pack_gated(weight)) if gated else k.linear(x, k.pack(weight))) for k in (ahead, plain)
         ]
         assert same_bits(*found)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("columns", "depth"), [(5120, 320), (5104, 6144), (5120, 17408)])
+def test_tiles_that_fit_the_processors_give_the_bits_of_others(columns, depth, dtype, pdl):
+    ahead, plain = triton_cuda.TritonKernels(DEVICE, pdl), triton_cuda.TritonKernels(DEVICE, pdl)
+    if not (ahead.products.hopper and fits_processors(512, columns, dtype, ahead.products.processors)):
+        pytest.skip("a kernel of Hopper's, for 132 processors")
+    plain.products.hopper = False  # as on every other GPU
+    weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
+    for rows in (512, 500):
+        x = normal(rows, depth, dtype=dtype, seed=rows)
+        assert same_bits(*(kernels.linear(x, kernels.pack(weight)) for kernels in (ahead, plain)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

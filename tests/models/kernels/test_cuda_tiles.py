@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.kernels.cuda.tiles import H200_SHARED, choose_tile_of_tall_rows, cut_columns
+from adapters.models.kernels.cuda.tiles import H200_SHARED, choose_tile_of_tall_rows, cut_columns, fits_processors
 
 PROCESSORS = 132
 
@@ -30,6 +30,15 @@ def test_a_last_wave_that_would_be_nearly_empty_is_computed_in_small_tiles():
 def test_whole_waves_are_not_cut():
     [whole] = cut_columns(1024, 33 * 128, False, torch.bfloat16, PROCESSORS)
     assert whole.columns == 33 * 128
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "fits"),
+    [(512, 5120, True), (500, 5120, True), (256, 5120, False), (1024, 5120, False), (512, 16480, False)],
+)
+def test_tiles_of_160_columns_are_for_products_that_fill_no_wave_of_larger_ones(rows, columns, fits):
+    assert fits_processors(rows, columns, torch.bfloat16, PROCESSORS) == fits
+    assert not fits_processors(rows, columns, torch.float32, PROCESSORS)
 
 
 @pytest.mark.parametrize(

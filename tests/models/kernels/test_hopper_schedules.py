@@ -58,6 +58,11 @@ def attend_plain():
 
 
 @pytest.fixture(scope="module")
+def attend_halved():
+    return load_kernels(f"{HOPPER}.chains.halved_chain").attend_halved_chain
+
+
+@pytest.fixture(scope="module")
 def splits():
     return load_kernels(f"{HOPPER}.hopper_attention")
 
@@ -70,6 +75,11 @@ def few():
 @pytest.fixture(scope="module")
 def pieces():
     return load_kernels(f"{HOPPER}.hopper_pieces")
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return load_kernels(f"{HOPPER}.many_rows.fitted_tiles")
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -189,7 +199,7 @@ def check_chain(kernel, sizes, pages, seed, own_constants):
     """
     head, group, window, has_sinks = sizes
     kv, page, capacity = 1, 256, 1024
-    consumers = 2 if head < 256 else 1
+    consumers = own_constants.get("CONSUMERS", 2)
     parts = group // gcd(group, 64 * consumers)
     rows = 64 * consumers * parts // group
     spans = [[(0, 1), (255, 2), (500, 9)], [(62, 3), (320, 5), (511, 10)]][seed]
@@ -251,6 +261,15 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, sizes
 @pytest.mark.parametrize("seed", range(2))
 def test_attention_with_one_release_a_step_has_the_same_bits(attend_plain, sizes, pages, seed):
     check_chain(attend_plain, sizes, pages, seed, {"STAGES": 2 + seed})
+
+
+@with_first("seed")
+@pytest.mark.timeout(120)
+@in_half_of_its_places
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_attention_with_half_of_the_fold_in_shared_memory_has_the_same_bits(attend_halved, pages, seed):
+    check_chain(attend_halved, (256, 6, 0, False), pages, seed, {"STAGES": 2 + seed})
 
 
 @frozen
@@ -421,6 +440,26 @@ def test_routers_of_few_rows_add_a_chain_of_each_piece(rows, depth, held):
         part = slice(first, first + piece)
         total = total + multiply(x[:, part], w[:, part].T, torch.zeros(rows, outputs))
     assert torch.equal(out, total.to(BF16))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(2))
+def test_products_of_tiles_with_160_columns_are_one_chain(fitted, seed):
+    """The last tile has rows and columns that do not exist."""
+    rows, columns, depth = 130, 170, 256
+    x, w = normal(256, depth, seed=3 + seed), normal(384, depth, seed=1)
+    x[rows:] = 0.0
+    w[columns:] = 0.0
+    out = torch.full((rows, columns), float("nan"), dtype=BF16)
+    blocks = Descriptor(x, (128, 64)), Descriptor(w, (128, 64)), Descriptor(w, (32, 64))
+    launch(
+        fitted.linear_fitted, (4,), seed, *blocks, Pointer(out), rows, columns, depth, columns, STAGES=2 + seed,
+        PDL=True,
+    )  # fmt: skip
+    expected = block(torch.zeros(256, 384))
+    for step in range(0, depth, 64):
+        expected = multiply(x[:, step : step + 64], w[:, step : step + 64].T, expected)
+    assert torch.equal(out, expected[:rows, :columns].to(BF16))
 
 
 def test_a_wait_that_no_thread_ends_is_a_deadlock():

@@ -106,7 +106,8 @@ class CudaDelta:
     ) -> Tensor:
         if batch.single and self._can_read_single(convolved.dtype, weights.shape):
             tile = min(TILE, weights.shape.value_size)
-            wide: SingleRowArguments = {"TILE": tile, **self._wide_options(convolved)}
+            registers = delta_launches.limit_registers(len(convolved))
+            wide: SingleRowArguments = {"TILE": tile, "maxnreg": registers, **self._wide_options(convolved)}
             return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE
@@ -145,7 +146,8 @@ class CudaDelta:
         if singles is not None:
             joint = (plan.chunks, singles, *inputs, *factors, state.memory, out, gates.stride(0), len(singles), scale)
             grid = len(singles) + limit, shape.value_heads
-            launch(hopper_single.factor_and_read, grid, *joint, TILE=tile, **sizes, **wide)
+            registers = delta_launches.limit_registers(len(singles))
+            launch(hopper_single.factor_and_read, grid, *joint, TILE=tile, maxnreg=registers, **sizes, **wide)
         else:
             given = (plan.chunks, *inputs, *factors, gates.stride(0), scale)
             launch(delta_factor.factor, (limit, shape.value_heads), *given, **sizes, **wide)

@@ -15,6 +15,10 @@ from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
 APART_ROWS = 1  # single rows of a step of which each tile of values has a program
+# Of more single rows than this, programs have fewer registers than they would take, so that three of them run on one
+# processor and not two.
+FREE_ROWS = 4
+ROW_REGISTERS = 168
 
 
 class WideArguments(LaunchArguments):
@@ -30,14 +34,22 @@ class WideArguments(LaunchArguments):
 
 
 class SingleRowArguments(WideArguments):
-    """The options of `read_single_rows`. TILE: values of a head that one program computes at a time."""
+    """The options of `read_single_rows`. TILE: values of a head that one program computes at a time. maxnreg: registers
+    of a thread; None: as many as it takes.
+    """
 
     TILE: int
+    maxnreg: int | None
 
 
 def describe_heads(shape: DeltaShape) -> dict[str, int]:
     """Return the constants of kernels that say which heads there are."""
     return {"KEY_HEADS": shape.key_heads, "HEADS": shape.value_heads, "DK": shape.key_size, "DV": shape.value_size}
+
+
+def limit_registers(rows: int) -> int | None:
+    """Return the registers of a thread that works on one of so many single rows; None: there is no limit."""
+    return ROW_REGISTERS if rows > FREE_ROWS else None
 
 
 def read_single_rows(

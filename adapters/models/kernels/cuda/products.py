@@ -9,12 +9,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.cuda.tiles import (
+    FITTED,
     Cut,
     choose_tile_ahead,
     choose_tile_in_pieces,
     choose_tile_of_tall_rows,
     count_parts,
     cut_columns,
+    fits_processors,
+    limit_stages,
     round_up_to_power,
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
@@ -22,6 +25,7 @@ from adapters.models.kernels.triton import linear
 from adapters.models.kernels.triton.hopper import hopper_pieces
 from adapters.models.kernels.triton.hopper import hopper_products as hopper
 from adapters.models.kernels.triton.hopper.hopper_router import route_few
+from adapters.models.kernels.triton.hopper.many_rows import fitted_tiles
 from adapters.models.kernels.triton_launch import launch
 
 _STEP = 64  # columns that a warp of `route_few` loads at once
@@ -53,6 +57,8 @@ class CudaProducts:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
         elif self.hopper and len(x) <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated, is_beside=is_beside)
+        elif self.hopper and not gated and fits_processors(len(x), len(w), x.dtype, self.processors):
+            self._multiply_fitted(x, w, out)
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
 
@@ -109,6 +115,18 @@ class CudaProducts:
         sizes = (count, columns, depth, piece, out.stride(0))
         options = launch_options(4, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
+
+    def _multiply_fitted(self, x: Tensor, w: Tensor, out: Tensor) -> None:
+        """Multiply with tiles of a block of columns and a narrower one."""
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        tile = limit_stages(FITTED, x.dtype, self.shared)
+        wide = 1 << (tile.columns.bit_length() - 1)
+        blocks = (tile.rows, x), (wide, w), (tile.columns - wide, w)
+        descriptors = (describe_blocks(matrix, rows, tile.depth) for rows, matrix in blocks)
+        grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
+        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages}
+        launch(fitted_tiles.linear_fitted, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, is_beside: bool) -> None:
         (count, depth) = x.shape

@@ -33,6 +33,11 @@ CHAIN_AHEAD = {
 }
 # Heads that `plain_chain` serves: registers of its two consumers, and slots for tiles of keys and values.
 PLAIN_CHAIN = {128: {"REGISTERS": 240, "STAGES": 4}}
+# The same for `halved_chain`, where keys and values share the slots.
+HALVED_CHAIN = {256: {"REGISTERS": 240, "STAGES": 3}}
+# Of up to this many rows it has too few programs. On an H200, 512 rows behind 512 took 86 us instead of 58, and behind
+# 7,680 269 instead of 346. Forwards that prompts share with decode rows of hybrids have 512.
+HALVED_ROWS = 512
 # As above, where rows are codes. Warps that unpack have the registers that consumers leave, of
 # 256 for each thread of a group of either.
 CODED_AHEAD = {
@@ -116,6 +121,10 @@ LARGE = Tile(256, 128, 64, 8, 4)
 SMALL = Tile(128, 64, 128, 4, 4)
 MIDDLE = Tile(128, 128, 64, 4, 3)
 GATED = Tile(128, 256, 64, 8, 4)
+# A tile of `fitted_tiles`, and what a wave of such tiles takes, in units of `_estimate_time`. On an H200 one wave of
+# 512 rows and 5,120 columns took 150 us where a wave of the largest tiles took 174 (decision 080).
+FITTED = Tile(128, 160, 64, 4, 5)
+FITTED_TIME = 0.86
 LAUNCH = 0.1  # what another launch must save at least, in units of `_estimate_time`
 
 
@@ -144,6 +153,19 @@ def cut_columns(
                 rest = _choose_tile(count, first, columns, (MIDDLE, SMALL), processors)
                 cuts = min(cuts, (Cut(largest, 0, first), rest), key=lambda tried: _sum_times(count, tried, processors))
     return tuple(evolve(cut, tile=limit_stages(cut.tile, dtype, shared)) for cut in cuts)
+
+
+@cache
+def fits_processors(count: int, columns: int, dtype: torch.dtype, processors: int) -> bool:
+    """Return whether tiles of `fitted_tiles` give a product less idle processors than `cut_columns` can.
+
+    It is not gated, has more rows than NARROW, and its sums are one chain.
+    """
+    if dtype.itemsize != 2:
+        return False
+    programs = count_parts(count, FITTED.rows) * count_parts(columns, FITTED.columns)
+    cuts = cut_columns(count, columns, False, dtype, processors)
+    return FITTED_TIME * count_parts(programs, processors) < _sum_times(count, cuts, processors)
 
 
 def _choose_tile(count: int, first: int, columns: int, tiles: tuple[Tile, ...], processors: int) -> Cut:

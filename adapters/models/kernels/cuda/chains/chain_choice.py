@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 
 from adapters.models.kernels.cuda.descriptors import describe_blocks, shared_layout, word_layout
 from adapters.models.kernels.cuda.split_attention import CODE_KINDS
-from adapters.models.kernels.cuda.tiles import CHAIN_AHEAD, CODED_AHEAD, KV_TILE, PLAIN_CHAIN
+from adapters.models.kernels.cuda.tiles import CHAIN_AHEAD, CODED_AHEAD, HALVED_CHAIN, HALVED_ROWS, KV_TILE, PLAIN_CHAIN
 from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.triton.hopper import hopper_chain, hopper_codes
-from adapters.models.kernels.triton.hopper.chains import plain_chain
+from adapters.models.kernels.triton.hopper.chains import halved_chain, plain_chain
 
 
 @frozen
@@ -57,5 +57,7 @@ def choose_chain(q: Tensor, caches: tuple[Tensor, Tensor], rule: AttentionRule, 
     rows = tuple(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in caches)
     if head in PLAIN_CHAIN and not rule.window and rule.sinks is None:
         return ChainChoice(plain_chain.attend_plain_chain, rows, (), PLAIN_CHAIN[head], 2)
+    if len(q) > HALVED_ROWS and head in HALVED_CHAIN and not rule.window and rule.sinks is None:
+        return ChainChoice(halved_chain.attend_halved_chain, rows, (), HALVED_CHAIN[head], 2)
     options = CHAIN_AHEAD[head]
     return ChainChoice(hopper_chain.attend_chain_ahead, rows, sinks, {**rules, **options}, options["CONSUMERS"])

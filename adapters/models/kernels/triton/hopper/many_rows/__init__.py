@@ -1,4 +1,5 @@
-"""Parts of products of many rows with packed weights on Hopper.
+"""Products of many rows on Hopper: tiles that fit the number of processors, and parts of those with packed weights.
 
-Begin with `left_side.py`. May import the kernels' common parts; `cuda/packing/many_rows.py` launches what is here.
+Begin with `fitted_tiles.py`. May import the kernels' common parts. `cuda/products.py` launches the first, and
+`cuda/packing/many_rows.py` what `left_side.py` is for.
 """
