@@ -6,6 +6,10 @@ from effects.ids import Tokens
 from effects.packed_tokens import PACKED_BYTES
 from states.settings import Settings
 
+# Blocks of the longest pieces that are compared. Larger copies are mapped anew by the C library each time: a prompt of
+# 12,000 tokens took 49 us to compare with each slot, and 10 with this limit.
+LONGEST_PIECE = 16
+
 
 def round_down_to_block(settings: Settings, tokens: int) -> int:
     """Return the last multiple of the block size that is not beyond `tokens`."""
@@ -34,7 +38,7 @@ def count_common_packed_blocks(block_size: int, first: bytes, second: bytes) -> 
 def count_common_items(width: int, first: Tokens | bytes, second: Tokens | bytes) -> int:
     """Count the items that both begin with, in whole pieces of `width`.
 
-    As long as pieces are equal, the next piece is twice as long.
+    As long as pieces are equal, the next piece is twice as long, up to LONGEST_PIECE times `width`.
     """
     limit = min(len(first), len(second)) // width * width
     start = 0
@@ -43,7 +47,7 @@ def count_common_items(width: int, first: Tokens | bytes, second: Tokens | bytes
         stop = min(start + step, limit)
         if first[start:stop] == second[start:stop]:
             start = stop
-            step *= 2
+            step = min(2 * step, LONGEST_PIECE * width)
         elif step > width:
             step //= 2
         else:

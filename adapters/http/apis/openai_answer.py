@@ -32,6 +32,7 @@ class OpenAiShape(ABC, Generic[D]):
     options: EdgeOptions
     tokenizer: Tokenizer
     created: int = field(factory=lambda: int(time.time()), init=False)
+    _chunk_head: Mapping[str, Any] | None = field(default=None, init=False)  # the same for all chunks
     chunk_kind = ""
     whole_kind = ""
 
@@ -46,8 +47,10 @@ class OpenAiShape(ABC, Generic[D]):
         return {**named, "system_fingerprint": self.options.fingerprint, **tier}
 
     def encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        usage = {"usage": None} if self.controls.include_usage else {}
-        return encode_event({**self.make_head(self.chunk_kind), "choices": choices, **usage, **more})
+        if self._chunk_head is None:
+            self._chunk_head = self.make_head(self.chunk_kind)
+        usage = {"usage": None} if self.request.controls.include_usage else {}
+        return encode_event({**self._chunk_head, "choices": choices, **usage, **more})
 
     def stream_progress(self, progress: PromptProgress, elapsed_ms: float) -> Iterable[bytes]:
         more = figures.make_progress_fields(progress, elapsed_ms, self.controls)
