@@ -34,7 +34,7 @@ from adapters.http.wire.connection import ABORT
 from adapters.http.wire.error_format import ErrorFormat
 from adapters.http.wire.errors import ApiError, find_failure
 from adapters.http.wire.retry_after import SlotTime
-from adapters.http.wire.write_path import WRITE_NOW, WriteNow
+from adapters.http.wire.write_path import WRITE_NOW, WriteNow, refuse_to_write
 from adapters.text.tokenizer import Tokenizer
 from effects.ports import Door
 
@@ -65,7 +65,7 @@ class Reply:
     _jobs: RunningJobs | None = field(default=None, init=False)
     finish_reason: str = field(default="client_gone", init=False)  # the reason for the end, for the log
     figures: AnswerFigures = field(factory=AnswerFigures, init=False)
-    _write_now: WriteNow = field(default=lambda _: False, init=False)
+    _write_now: WriteNow = field(default=refuse_to_write, init=False)
     _start: float = field(factory=time.monotonic, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ class Reply:
                 quiet.restart()
                 stalled.stop()
 
-            given: WriteNow = scope.get(WRITE_NOW, self._write_now)
+            given: WriteNow = scope.get(WRITE_NOW, refuse_to_write)
 
             def write_timed(body: bytes) -> bool:
                 """Write at once, if no sign of life is being sent."""

@@ -31,6 +31,11 @@ def write_now(cycle: RequestResponseCycle, body: bytes) -> bool:
     return True
 
 
+def refuse_to_write(_: bytes) -> bool:
+    """Write nothing, where a server has no `WRITE_NOW`."""
+    return False
+
+
 class ClosingTransport:
     """A transport as uvicorn sees it. The protocol decides how it closes, and records whether reading is paused."""
 
