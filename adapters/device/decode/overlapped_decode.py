@@ -12,7 +12,8 @@ and tokens are appended step by step, in order:
     host:     commit rows N, launch N+1 | read picks N, append tokens, report | commit rows N+1, launch N+2 | ...
 
 The event loop hears of step N only once step N + 2 is launched. Both threads need the interpreter, and a step that is
-launched late costs every member more than tokens that are sent a millisecond later (decision 081).
+launched late costs every member more than tokens that are sent a millisecond later (decision 081). First tokens are
+reported at once.
 
 When the host launches step N + 1, it does not know yet whether step N ended a request. If it did, step N + 1 has a row
 too many: that row is not committed, and its pick is dropped. A request that joins has its first row in the step after
@@ -191,7 +192,7 @@ class OverlappedDecode:
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.members)
-            batch.report_outcomes(outcomes, wakes=following is None)
+            batch.report_outcomes(outcomes, wakes=following is None or running.first_picks is not None)
             if has_match:
                 for member in staying:
                     member.steps_left -= 1
