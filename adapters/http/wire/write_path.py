@@ -2,7 +2,8 @@
 
 A piece of a streamed answer usually passes five layers that only look at the first message of an answer, each with a
 coroutine of its own. With 64 streams that is done 9,000 times a second, on the thread that the device thread shares the
-interpreter with. `write_now` takes the same way as the last layer, and refuses where that one would have to wait.
+interpreter with. So `write_now` writes a chunk itself. It refuses where an answer has no chunks or would have to wait.
+Chunks do not change the state of h11's connection, which still writes the head and the end of the answer.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ if TYPE_CHECKING:
     from adapters.http.wire.connection import LimitedProtocol
 
 WRITE_NOW = "rekindle.write_now"  # in a scope, where the server can: a `WriteNow` for the answer
-# Writes a piece of an answer that has begun and goes on. False: nothing was written, and `send` must be used.
+# Writes a piece of an answer that has begun and goes on, and whose head has no length. The piece is not empty. False:
+# nothing was written, and `send` must be used.
 WriteNow: TypeAlias = Callable[[bytes], bool]
 
 
 def write_now(cycle: RequestResponseCycle, body: bytes) -> bool:
     """Write a piece of the answer of this cycle, as `WriteNow`."""
-    is_streaming = cycle.response_started and not cycle.response_complete
-    if not is_streaming or cycle.disconnected or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
+    if cycle.conn.our_state is not h11.SEND_BODY or cycle.disconnected or cycle.flow.write_paused:
         return False
-    cycle.transport.write(cycle.conn.send(event=h11.Data(data=body)) or b"")
+    if cycle.scope["http_version"] != "1.1" or cycle.scope["method"] == "HEAD":
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
     return True
 
 
