@@ -149,8 +149,8 @@ class OverlappedDecode:
             staying = self._run(self._launch_first(members, batch), batch)
         finally:
             self._in_flight = None
-            not_along = self.along.end()
             batch.outcomes.wake()
+            not_along = self.along.end()
         following = [
             make_next_step(EffectRequest(one.request, one.effect), one.state, one.steps_left) for one in staying
         ]
