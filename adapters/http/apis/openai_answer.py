@@ -32,7 +32,7 @@ class OpenAiShape(ABC, Generic[D]):
     options: EdgeOptions
     tokenizer: Tokenizer
     created: int = field(factory=lambda: int(time.time()), init=False)
-    _chunk_head: Mapping[str, Any] | None = field(default=None, init=False)  # the same for all chunks
+    _chunk_head: Mapping[str, str | int] | None = field(default=None, init=False)  # the same for all chunks
     chunk_kind = ""
     whole_kind = ""
 
@@ -40,7 +40,7 @@ class OpenAiShape(ABC, Generic[D]):
     def controls(self) -> Controls:
         return self.request.controls
 
-    def make_head(self, kind: str) -> dict[str, Any]:
+    def make_head(self, kind: str) -> dict[str, str | int]:
         """Return the fields that every OpenAI object has."""
         named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
         tier = {"service_tier": "default"} if self.controls.names_tier else {}
