@@ -42,9 +42,9 @@ class OpenAiShape(ABC, Generic[D]):
 
     def make_head(self, kind: str) -> dict[str, str | int]:
         """Return the fields that every OpenAI object has."""
-        named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
-        tier = {"service_tier": "default"} if self.controls.names_tier else {}
-        return {**named, "system_fingerprint": self.options.fingerprint, **tier}
+        head: dict[str, str | int] = {"id": self.id, "object": kind, "created": self.created}
+        head |= {"model": self.controls.model, "system_fingerprint": self.options.fingerprint}
+        return {**head, "service_tier": "default"} if self.controls.names_tier else head
 
     def encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         if self._chunk_head is None:
