@@ -114,22 +114,25 @@ class PrefixSearch:
 
     def find_parts(self, path: SequenceBlocks, first: int = 0) -> list[LeasedPart]:
         """Return the kept rows from block `first` on, until a block is missing. Blocks of one entry are one part."""
-        parts = list[LeasedPart]()
+        block_size = self.layout.block_size
+        runs = list[tuple[tuple[Tier, Entry], int, int]]()  # what has the blocks, the first of them, and the next one
         for number in range(first, len(path.keys)):
-            part = self._find_part(path, number)
-            if part is None:
+            found = self._find_numbered_block(path, number)
+            if found is None:
                 break
-            if parts and parts[-1].entry is part.entry:
-                part = evolve(part, start=parts.pop().start)
-            parts.append(part)
-        return parts
+            begin = runs.pop()[1] if runs and runs[-1][0][1] is found[1] else number
+            runs.append((found, begin, number + 1))
+        return [LeasedPart(*found, begin * block_size, end * block_size) for found, begin, end in runs]
 
     def _find_part(self, path: SequenceBlocks, number: int) -> LeasedPart | None:
         """Return one block of the sequence, or None where no tier has it."""
+        found = self._find_numbered_block(path, number)
         start = number * self.layout.block_size
-        stop = start + self.layout.block_size
-        found = self._find_block(path.keys[number], path.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
-        return None if found is None else LeasedPart(*found, start, stop)
+        return None if found is None else LeasedPart(*found, start, start + self.layout.block_size)
+
+    def _find_numbered_block(self, path: SequenceBlocks, number: int) -> tuple[Tier, Entry] | None:
+        step = self.layout.block_size * TOKEN_BYTES
+        return self._find_block(path.keys[number], path.packed[number * step : (number + 1) * step])
 
     def _find_block(self, key: bytes, tokens: bytes) -> tuple[Tier, Entry] | None:
         for tier in self.tiers:

@@ -93,8 +93,8 @@ def explain_miss(report: Report, diverged: Divergence | None, settings: Settings
 def find_slot_divergence(opening: OpenSlot, world: World) -> Divergence | None:
     """Return where the prompt differs from the most similar sequence of a slot; None if no whole block is missing.
 
-    If the opened slot keeps rows, they are those of the most similar sequence, so only that one is compared. If it
-    keeps none, all slots are compared: each differs within its first block.
+    If the opened slot keeps rows, they are those of the most similar sequence, so only what follows them is compared.
+    If it keeps none, all slots are compared: each differs within its first block.
     """
     prompt = opening.prompt
     slots = world.slots.slots
@@ -106,14 +106,15 @@ def find_slot_divergence(opening: OpenSlot, world: World) -> Divergence | None:
         for slot in looked_at
         if find_row_salt(slot, world.requests) == opening.salt
     ]
-    return find_longest_divergence(rows, prompt)
+    return find_longest_divergence(rows, prompt, opening.keep)
 
 
-def find_longest_divergence(sequences: Sequence[Tokens], prompt: Tokens) -> Divergence | None:
+def find_longest_divergence(sequences: Sequence[Tokens], prompt: Tokens, common: int = 0) -> Divergence | None:
     """Return the last divergence from any of these sequences. A sequence that only ends before the other does not
-    diverge.
+    diverge. common: tokens that all of them are known to have in common with the prompt.
     """
-    left = [(count_common_tokens(rows, prompt), rows) for rows in sequences]
+    rest = prompt[common:]
+    left = [(common + count_common_tokens(rows[common:], rest), rows) for rows in sequences]
     there = [(at, rows) for at, rows in left if at < min(len(rows), len(prompt))]
     at, rows = max(there, key=itemgetter(0), default=(0, ()))
     return Divergence(at, rows[at : at + MAX_DIVERGED_TOKENS], "device") if there else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from asyncio import Future, TimerHandle, get_running_loop
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -58,14 +58,14 @@ class AnswerDelta:
     """The next pieces of an answer.
 
     picks: the tokens since the last delta, only if logprobs were asked for. tokens: all tokens since the last delta.
-    pace: of the answer up to here.
+    measure_pace: returns the pace of the answer up to now. Few clients ask for it.
     """
 
     index: int
     pieces: tuple[AnswerPiece, ...]
     picks: tuple[PickedToken, ...] = ()
     tokens: Tokens = ()
-    pace: AnswerPace | None = None
+    measure_pace: Callable[[], AnswerPace] | None = None
 
     @property
     def text(self) -> str:
@@ -255,7 +255,7 @@ class JobStream:
         if pieces or (self.outcome is not None and self.picks):
             tokens = tuple(self.answer_tokens[self.sent_count :])
             self.sent_count += len(tokens)
-            yield AnswerDelta(self.planned_job.index, tuple(pieces), self.take_picks(), tokens, self.measure_pace())
+            yield AnswerDelta(self.planned_job.index, tuple(pieces), self.take_picks(), tokens, self.measure_pace)
 
     def measure_pace(self) -> AnswerPace:
         now = time.monotonic()

@@ -34,6 +34,7 @@ from adapters.http.wire.connection import ABORT
 from adapters.http.wire.error_format import ErrorFormat
 from adapters.http.wire.errors import ApiError, find_failure
 from adapters.http.wire.retry_after import SlotTime
+from adapters.http.wire.write_path import WRITE_NOW, WriteNow, refuse_to_write
 from adapters.text.tokenizer import Tokenizer
 from effects.ports import Door
 
@@ -64,6 +65,7 @@ class Reply:
     _jobs: RunningJobs | None = field(default=None, init=False)
     finish_reason: str = field(default="client_gone", init=False)  # the reason for the end, for the log
     figures: AnswerFigures = field(factory=AnswerFigures, init=False)
+    _write_now: WriteNow = field(default=refuse_to_write, init=False)
     _start: float = field(factory=time.monotonic, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,6 +95,16 @@ class Reply:
                 quiet.restart()
                 stalled.stop()
 
+            given: WriteNow = scope.get(WRITE_NOW, refuse_to_write)
+
+            def write_timed(body: bytes) -> bool:
+                """Write at once, if no sign of life is being sent."""
+                if stalled.start is not None or not given(body):
+                    return False
+                quiet.restart()
+                return True
+
+            self._write_now = write_timed
             with run_jobs(self.door, self.planned_jobs, self.tokenizer, self.options) as run:
                 self._jobs = run
                 tasks.start_soon(self._watch, receive, run, tasks.cancel_scope)
@@ -164,7 +176,9 @@ class Reply:
         reports = ProgressFilter()
         ended: list[FinishedChoice] = []
         while came := await events.next_events():
-            await self._send(send, [frame for event in came for frame in self._frames(event, reports, ended)])
+            frames = b"".join([frame for event in came for frame in self._frames(event, reports, ended)])
+            if frames and not self._write_now(frames):
+                await self._send(send, [frames])
         ended.sort(key=lambda one: one.index)
         self.finish_reason = ended[0].outcome.finish
         await self._send(send, self.shape.stream_closing(ended), more=False)

@@ -55,7 +55,9 @@ def make_progress_fields(progress: PromptProgress, elapsed_ms: float, controls: 
 
 def make_pace_fields(said: AnswerDelta, controls: Controls) -> dict[str, Any]:
     """Return the timings of an answer so far, if they were asked for (`timings_per_token`)."""
-    return {"timings": format_timings(said.pace)} if controls.shows_timings and said.pace is not None else {}
+    if not controls.shows_timings or said.measure_pace is None:
+        return {}
+    return {"timings": format_timings(said.measure_pace())}
 
 
 def make_timings(ended: FinishedChoice) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class OpenAiShape(ABC, Generic[D]):
     options: EdgeOptions
     tokenizer: Tokenizer
     created: int = field(factory=lambda: int(time.time()), init=False)
+    _chunk_head: Mapping[str, str | int] | None = field(default=None, init=False)  # the same for all chunks
     chunk_kind = ""
     whole_kind = ""
 
@@ -39,15 +40,17 @@ class OpenAiShape(ABC, Generic[D]):
     def controls(self) -> Controls:
         return self.request.controls
 
-    def make_head(self, kind: str) -> dict[str, Any]:
+    def make_head(self, kind: str) -> dict[str, str | int]:
         """Return the fields that every OpenAI object has."""
-        named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
-        tier = {"service_tier": "default"} if self.controls.names_tier else {}
-        return {**named, "system_fingerprint": self.options.fingerprint, **tier}
+        head: dict[str, str | int] = {"id": self.id, "object": kind, "created": self.created}
+        head |= {"model": self.controls.model, "system_fingerprint": self.options.fingerprint}
+        return {**head, "service_tier": "default"} if self.controls.names_tier else head
 
     def encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        usage = {"usage": None} if self.controls.include_usage else {}
-        return encode_event({**self.make_head(self.chunk_kind), "choices": choices, **usage, **more})
+        if self._chunk_head is None:
+            self._chunk_head = self.make_head(self.chunk_kind)
+        usage = {"usage": None} if self.request.controls.include_usage else {}
+        return encode_event({**self._chunk_head, "choices": choices, **usage, **more})
 
     def stream_progress(self, progress: PromptProgress, elapsed_ms: float) -> Iterable[bytes]:
         more = figures.make_progress_fields(progress, elapsed_ms, self.controls)

@@ -15,6 +15,7 @@ uvicorn waits for ever for a request's head, and for the rest of a body that no 
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop, TimerHandle, Transport
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -30,6 +31,7 @@ from adapters.http.wire.connection_debts import INSTALMENT, Debt, DebtLedger
 from adapters.http.wire.http_framing import StrictReceiveBuffer
 from adapters.http.wire.paced_calls import PacedCalls
 from adapters.http.wire.plain_error import encode_error, make_bad_request
+from adapters.http.wire.write_path import WRITE_NOW, ClosingTransport, write_now
 
 ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
 ANNOUNCED = "rekindle.announced"  # in a scope: how many bytes the chunks of its body have announced so far
@@ -91,6 +93,7 @@ class LimitedProtocol(H11Protocol):
             scope[ABORT] = self.raw_transport.abort
             scope[STOPPING] = shared.stopping
             cycle = self.cycle
+            scope[WRITE_NOW] = partial(write_now, cycle)
             scope[ANNOUNCED] = lambda: self.announced_bytes if self.cycle is cycle else 0
             await inner(scope, receive, send)
 
@@ -323,25 +326,3 @@ class LimitedProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.close()
-
-
-class ClosingTransport:
-    """A transport as uvicorn sees it. The protocol decides how it closes, and records whether reading is paused."""
-
-    def __init__(self, protocol: LimitedProtocol) -> None:
-        self._protocol = protocol
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._protocol.raw_transport, name)
-
-    def close(self) -> None:
-        self._protocol.close()
-
-    def pause_reading(self) -> None:
-        self._protocol.pause_receiving()
-
-    def resume_reading(self) -> None:
-        self._protocol.resume_receiving()
-
-    def is_closing(self) -> bool:
-        return self._protocol.is_half_closed or self._protocol.raw_transport.is_closing()

@@ -17,7 +17,7 @@ from adapters.http.wire import json_cost
 from adapters.http.wire import read_body as body
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.json_cost import JsonCost, measure_json
-from adapters.http.wire.read_body import MAX_CONTAINERS, check_values, parse_json
+from adapters.http.wire.read_body import INLINE_BYTES, MAX_CONTAINERS, QUICK_BYTES, check_values, is_quick, parse_json
 from tests.http.conftest import Site, chat, served
 from tests.pairs import in_turns
 
@@ -229,3 +229,20 @@ async def test_a_client_that_leaves_takes_its_encoding_with_it(folder: Path, mon
 
 def test_the_limit_is_above_what_a_conversation_needs() -> None:
     assert MAX_CONTAINERS > 2 * (1 << 15)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "quick"),
+    [
+        (list(range(100_000, 120_000)), True),
+        ("many words, " * 10_000, True),
+        (["a", "b"] * 20_000, False),
+        ([[1]] * 30_000, False),
+        ("w" * QUICK_BYTES, False),
+    ],
+    ids=["tokens", "text", "many values", "many lists", "long"],
+)
+def test_a_body_of_few_values_is_parsed_at_once_though_it_is_large(prompt: Any, quick: bool) -> None:
+    raw = bytearray(msgspec.json.encode({"prompt": prompt}))
+    assert len(raw) > INLINE_BYTES
+    assert is_quick(raw) == quick
