@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from effects.grammar import Grammar
 from effects.job import Job, Sampling
+from effects.packed_tokens import pack_tokens
 from effects.scope import Scope
 from states import policy
 from states.compress import replace_served_tokens
 from states.kept_rows import count_usable_tokens
 from states.policy import Decision
 from states.rates import Rates
-from states.sequences import count_common_blocks, round_down_to_block
+from states.sequences import count_common_blocks, count_common_packed_blocks, round_down_to_block
 from states.settings import DecisionContext, Settings
 from tests.states.builders import (
     DRAFT,
@@ -203,6 +206,20 @@ def test_the_last_prompt_token_is_always_computed(prompt: int, kept: int, worth:
 )
 def test_a_common_prefix_is_counted_in_whole_grains(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
     assert count_common_blocks(4, one, other) == count_common_blocks(4, other, one) == shared
+
+
+@given(
+    common=st.integers(0, 400),
+    tails=st.tuples(st.lists(st.integers(0, 1), max_size=80), st.lists(st.integers(0, 1), max_size=80)),
+    block_size=st.sampled_from((1, 2, 4, 16)),
+)
+def test_packed_tokens_have_as_many_blocks_in_common_as_the_tokens(
+    common: int, tails: tuple[list[int], list[int]], block_size: int
+) -> None:
+    one, other = (tuple(range(common)) + tuple(tail) for tail in tails)
+    exactly = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    packed = count_common_packed_blocks(block_size, pack_tokens(one), pack_tokens(other))
+    assert packed == count_common_blocks(block_size, one, other) == exactly // block_size * block_size
 
 
 def test_another_prompt_keeps_the_rows_that_both_share() -> None:

@@ -11,10 +11,6 @@ and tokens are appended step by step, in order:
     device:   forward N                               | forward N+1
     host:     commit rows N, launch N+1 | read picks N, append tokens, report | commit rows N+1, launch N+2 | ...
 
-The event loop hears of step N only once step N + 2 is launched. Both threads need the interpreter, and a step that is
-launched late costs every member more than tokens that are sent a millisecond later (decision 081). First tokens are
-reported at once.
-
 When the host launches step N + 1, it does not know yet whether step N ended a request. If it did, step N + 1 has a row
 too many: that row is not committed, and its pick is dropped. A request that joins has its first row in the step after
 the one that runs.
@@ -149,7 +145,6 @@ class OverlappedDecode:
             staying = self._run(self._launch_first(members, batch), batch)
         finally:
             self._in_flight = None
-            batch.outcomes.wake()
             not_along = self.along.end()
         following = [
             make_next_step(EffectRequest(one.request, one.effect), one.state, one.steps_left) for one in staying
@@ -181,7 +176,6 @@ class OverlappedDecode:
                 following = self._launch_next(running, staying, joining, batch)
                 self.copies.index_texts((*begun, *joined))  # while the device is at work
                 begun = ()
-            batch.outcomes.wake()  # of the step before: the next one is launched now
             picked = running.read_picks()
             read_ns = time.perf_counter_ns()
             continuing = set() if following is None and not has_match else set(staying)
@@ -192,7 +186,7 @@ class OverlappedDecode:
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.members)
-            batch.report_outcomes(outcomes, wakes=following is None or running.first_picks is not None)
+            batch.report_outcomes(outcomes)
             if has_match:
                 for member in staying:
                     member.steps_left -= 1

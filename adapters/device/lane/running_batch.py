@@ -57,21 +57,13 @@ class OutcomeQueue:
     _steps: deque[Sequence[RequestOutcome]] = field(init=False, factory=deque)
     _is_reader_woken: bool = field(init=False, default=False)
 
-    def put(self, step: Sequence[RequestOutcome], *, wakes: bool = True) -> None:
-        """Add the outcomes of one step, of all members or some of them. Called on the lane.
-
-        wakes: wake the event loop now. Otherwise `wake` must follow.
-        """
+    def put(self, step: Sequence[RequestOutcome]) -> None:
+        """Add the outcomes of one step, of all members or some of them. Called on the lane."""
         for request, outcome in step:
             if not has_more_to_come(outcome):
                 self.members.pop(request, None)
         self._steps.append(step)
-        if wakes:
-            self.wake()
-
-    def wake(self) -> None:
-        """Wake the event loop if outcomes are there and no wake-up is under way. Called on the lane."""
-        if self._steps and not self._is_reader_woken:
+        if not self._is_reader_woken:
             self._is_reader_woken = True
             self.wake_reader(self)
 
@@ -116,11 +108,11 @@ class RunningBatch:
         """
         return self.lane.serve_between_steps() and not self._joining
 
-    def report_outcomes(self, outcomes: Sequence[RequestOutcome], *, wakes: bool = True) -> None:
-        """Report the outcomes of a step to the event loop. wakes: as in `OutcomeQueue.put`."""
+    def report_outcomes(self, outcomes: Sequence[RequestOutcome]) -> None:
+        """Report the outcomes of a step to the event loop."""
         self.before_report()
         self.has_changed = self.has_changed or not all(has_more_to_come(outcome) for _, outcome in outcomes)
-        self.outcomes.put(outcomes, wakes=wakes)
+        self.outcomes.put(outcomes)
 
     def report_some(self, outcomes: Sequence[RequestOutcome]) -> None:
         """Report outcomes that belong to no step, if there are any."""

@@ -407,7 +407,7 @@ async def test_positional_states_move_with_rows_that_go_along_as_with_those_that
         caller = callers[number]
         while caller.valid < caller.prompt - 1:
             stop = min(caller.valid + BLOCK_ROWS, caller.prompt - 1)
-            rows = RunPrefill(caller.slot, caller.valid, stop, forward_rows=12)
+            rows = RunPrefill(caller.slot, caller.valid, stop, forward_rows=24)
             outcomes.submit(EffectRequest(caller.request, rows), callers=(caller,), joins=True)
             await outcomes.wait_for(caller)
             assert isinstance(outcomes.found[caller.request][-1], PrefillAdvanced)

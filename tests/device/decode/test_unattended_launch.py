@@ -368,23 +368,6 @@ def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
     assert queue.take() == of(7)
 
 
-def test_a_step_that_wakes_nobody_is_taken_with_the_next_wake_up() -> None:
-    reports = list[OutcomeQueue]()
-    queue = OutcomeQueue(reports.append, {RequestId(1): None})
-    queue.wake()
-    queue.put(of(1), wakes=False)
-    assert not reports
-    queue.wake()
-    queue.wake()
-    assert reports == [queue]
-    assert queue.take() == of(1)
-    queue.wake()
-    queue.put(of(2), wakes=False)
-    queue.put(of(3))
-    assert reports == [queue, queue]
-    assert queue.take() == ((RequestId(1), Decoded((2, 3), 0, ns=10, accepted=0, steps=2, more=True)),)
-
-
 def test_what_came_before_a_failure_is_told_before_it() -> None:
     """However late it is looked at."""
     failed = (RequestId(1), DeviceFailed("dead_end", "nothing follows"))
