@@ -334,13 +334,17 @@ def find_control(requests: Mapping[RequestId, State], effect_request: EffectRequ
 def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
     """Return the states of the launch's members that may propose, each with the plan and why it proposes nothing.
 
-    The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
+    The plan is needed when the outcome comes: it says what the launch is charged to the request's account. A launch of
+    plain steps charges nothing, so a control with the plan of such a launch may keep it.
     """
     states = dict[RequestId, State]()
+    changes_nothing = lane.plan.is_plain and not lane.plan.reason
     # A mixed launch has more members than proposals: the rows of prompts, which come last.
     for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
         state = requests[effect_request.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):
+            if changes_nothing and state.speculation.control.plan.is_plain:
+                continue
             reason = state.speculation.reason
             if lane.plan.reason and state.answer.count_proposable(state.prompt.job):
                 reason = "" if propose else lane.plan.reason

@@ -18,19 +18,35 @@ from effects.decode import RunDecode, choose_search_gap, find_match_class, share
 from effects.ids import Tokens
 
 
+MOST_STEPS = 1 << 62  # no step has this number
+
+
 class CopyingMember(Protocol):
     """A request that decodes: its decode step, and the state of its slot."""
 
-    effect: RunDecode
+    @property
+    def effect(self) -> RunDecode: ...
+
+    @property
+    def state(self) -> SlotState: ...
+
+    @property
+    def is_last_step(self) -> bool:
+        """Does the launch end for the request with this step? Then the core may give it another rule for copies."""
+        ...
+
+
+@define(eq=False)
+class TextSearch:
+    """The searches of one text. state: of the slot, as long as the same request has it.
+
+    since: its tokens when it was first seen, or at the first of the searches in a row that found nothing; -1: the last
+    search found something. due: the number of the step after which it is searched next.
+    """
+
     state: SlotState
-
-
-class UnmatchedText(NamedTuple):
-    """A text whose last search found nothing."""
-
-    state: SlotState
-    since: int  # its tokens at the first of the searches in a row that found nothing
-    due: int  # the number of the step after which it is searched again
+    since: int
+    due: int
 
 
 class WantedCopies(NamedTuple):
@@ -50,77 +66,108 @@ class StepCopies:
     capacity: int
     # Slots in which the last search found a match. Mostly there are none, and then no request is looked up.
     _matching: set[int] = field(init=False, factory=set[int])
-    _unmatched: dict[int, UnmatchedText] = field(init=False, factory=dict[int, UnmatchedText])  # by slot
+    # Slots of which any search has found something for the same request: such a text asks before its launch ends.
+    _matched_before: set[int] = field(init=False, factory=set[int])
+    _searches: dict[int, TextSearch] = field(init=False, factory=dict[int, TextSearch])  # by slot
     _states: list[SlotState] = field(init=False, factory=list[SlotState])  # of the last step
     _steps: int = field(init=False, default=0)  # of all launches
-    _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` is due
+    _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` may be due
 
     def index_texts(self, members: Sequence[CopyingMember]) -> None:
-        """Index the texts of members whose matches will be asked for. Called while the device is at their first step.
+        """Index the texts of members that have a rule for copies. Called while the device is at their first step.
 
         A prompt of 32,000 tokens takes 1 ms, which its first token would wait for otherwise.
         """
         if self.proposer is not None and members:
-            asking = [member for member in members if asks_for_matches(member.effect)]
+            asking = [member for member in members if member.effect.copying is not None]
             self.proposer.index_texts([(member.effect.slot, member.state) for member in asking])
 
-    def find_matches(self, slots: Sequence[tuple[int, SlotState]], *, is_asked: bool) -> Sequence[int]:
-        """Return `Decoded.matched` for slots whose states have the tokens of a step already.
+    def find_matches(self, members: Sequence[CopyingMember]) -> Sequence[int]:
+        """Return `Decoded.matched` for members whose states have the tokens of a step already.
 
-        is_asked: a member may copy in its next step (`asks_for_matches`). If none may, nothing is searched, and 0 is
-        returned for every slot. Otherwise texts that have had no match for long are searched after some steps only, all
-        after the same ones (`choose_search_gap`). Between two searches they match nothing.
+        A text is searched if the member has a rule for copies. It is also searched in the member's last step before the
+        core may give it one, if there was a match before. Texts that have had no match for long are searched after some
+        steps only, all after the same ones (`choose_search_gap`). Between two searches they match nothing.
 
         Most steps have the requests of the step before and nothing to search. They end here before anything is done
         for single requests, because code and texts have left the processor's caches since the step before.
         """
         if self.proposer is None:
-            return [0] * len(slots)
+            return [0] * len(members)
         self._steps += 1
-        states = [state for _, state in slots]
-        is_changed = states != self._states
-        self._states = states
-        if is_asked:
-            if is_changed or self._steps >= self._next_search:
-                return self._search(slots)
-            return [0] * len(slots)
-        self._next_search = 0
-        if is_changed:
-            self.proposer.note_tokens(slots)
+        states = [member.state for member in members]
+        if states != self._states:
+            self._note_members(members, states)
+        if self._steps < self._next_search:
+            return [0] * len(members)
+        matched_before = self._matched_before
+        asking = [
+            member
+            for member in members
+            if member.effect.copying is not None or (member.effect.slot in matched_before and member.is_last_step)
+        ]
+        if asking:
+            return self._search(members, asking)
         if self._matching:
-            self._matching.difference_update([slot for slot, _ in slots])
-        return [0] * len(slots)
+            self._matching.difference_update([member.effect.slot for member in members])
+        return [0] * len(members)
 
-    def _search(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
+    def _note_members(self, members: Sequence[CopyingMember], states: list[SlotState]) -> None:
+        """Note that the step has other requests than the one before. If some have only ended, nothing is due sooner."""
+        assert self.proposer is not None
+        slots = [(member.effect.slot, member.state) for member in members]
+        if not set(self._states).issuperset(states):
+            self._next_search = 0
+            for slot, state in slots:
+                known = self._searches.get(slot)
+                if known is not None and known.state is not state:
+                    self._matched_before.discard(slot)  # another request
+        self._states = states
+        self.proposer.note_tokens(slots)
+
+    def _search(self, members: Sequence[CopyingMember], asking: Sequence[CopyingMember]) -> Sequence[int]:
         """Search the texts that are due, and note which have a match and when the others are searched again."""
         assert self.proposer is not None
         step = self._steps
+        count = len(members)
+        matches = dict.fromkeys([member.effect.slot for member in members], 0)
         due = list[tuple[int, SlotState]]()
-        searches = list[int]()  # the next one of each text
-        for slot, state in slots:
-            known = self._unmatched.get(slot)
-            if known is None or known.state is not state or known.due <= step:
+        searches = list[TextSearch]()  # of those that are due
+        next_search = MOST_STEPS
+        for member in asking:
+            slot, state = member.effect.slot, member.state
+            known = self._searches.get(slot)
+            if known is None or known.state is not state:
+                known = self._begin_search(slot, state, count)
+            if known.due <= step:
                 due.append((slot, state))
+                searches.append(known)
             else:
-                searches.append(known.due)
-        matches = dict.fromkeys([slot for slot, _ in slots], 0)
+                next_search = min(next_search, known.due)
         found = self.proposer.find_matches(due) if due else ()
-        for (slot, state), matched in zip(due, found, strict=True):
+        for (slot, state), known, matched in zip(due, searches, found, strict=True):
             if matched:
                 matches[slot] = matched
                 self._matching.add(slot)
-                self._unmatched.pop(slot, None)
-                searches.append(step + 1)
-                continue
-            self._matching.discard(slot)
-            known = self._unmatched.get(slot)
-            since = known.since if known is not None and known.state is state else len(state.tokens)
-            gap = choose_search_gap(len(state.tokens) - since, len(slots))
-            following = (step // gap + 1) * gap
-            self._unmatched[slot] = UnmatchedText(state, since, following)
-            searches.append(following)
-        self._next_search = min(searches, default=step + 1)
+                self._matched_before.add(slot)
+                known.since = -1
+                known.due = step + 1
+            else:
+                self._matching.discard(slot)
+                tokens = len(state.tokens)
+                known.since = tokens if known.since < 0 else known.since
+                known.due = find_next_step(step, tokens - known.since, count, slot in self._matched_before)
+            next_search = min(next_search, known.due)
+        # The launch of another member may end at any step. If its text has matched, it asks then.
+        may_ask = len(asking) < count and self._matched_before
+        self._next_search = step + 1 if may_ask else next_search
         return list(matches.values())
+
+    def _begin_search(self, slot: int, state: SlotState, members: int) -> TextSearch:
+        """Return the first search of a text. It is due after this step, or the next one in which such texts are due."""
+        due = find_next_step(self._steps - 1, 0, members, has_matched=False)
+        self._searches[slot] = TextSearch(state, len(state.tokens), due)
+        return self._searches[slot]
 
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
@@ -172,6 +219,11 @@ class StepCopies:
         length = min(copying.counts[group], effect.steps - 1, self.capacity - state.valid - 1)
         return WantedCopies(member, length, copying.branches[group], copying.rows) if length > 0 else None
 
+    @property
+    def has_matching_text(self) -> bool:
+        """Has the last search of any text found something? If not, no request copies anything in its next step."""
+        return bool(self._matching)
+
     def has_match(self, members: Iterable[CopyingMember]) -> bool:
         """Would one of these copy text in its next step?"""
         return bool(self._matching) and any(self.find_class(member.effect, member.state) >= 0 for member in members)
@@ -202,12 +254,12 @@ class StepCopies:
         return group if group >= 0 and copying.counts[group] else -1
 
 
-def asks_for_matches(effect: RunDecode) -> bool:
-    """May the request copy text in the step after this one?
-
-    It has a rule for copies, or this is its last step before the core may give it one.
+def find_next_step(step: int, unmatched: int, members: int, has_matched: bool) -> int:  # noqa: FBT001 - short
+    """Return the number of the step behind this one after which a text is searched again. Arguments: as in
+    `choose_search_gap`.
     """
-    return effect.copying is not None or effect.steps <= 1
+    gap = choose_search_gap(unmatched, members, has_matched=has_matched)
+    return (step // gap + 1) * gap
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
