@@ -17,7 +17,6 @@ from adapters.models.kernels.interfaces.text_matching import Branch
 from effects.decode import RunDecode, choose_search_gap, find_match_class, share_rows
 from effects.ids import Tokens
 
-
 MOST_STEPS = 1 << 62  # no step has this number
 
 
@@ -254,7 +253,7 @@ class StepCopies:
         return group if group >= 0 and copying.counts[group] else -1
 
 
-def find_next_step(step: int, unmatched: int, members: int, has_matched: bool) -> int:  # noqa: FBT001 - short
+def find_next_step(step: int, unmatched: int, members: int, has_matched: bool) -> int:
     """Return the number of the step behind this one after which a text is searched again. Arguments: as in
     `choose_search_gap`.
     """
