@@ -137,7 +137,7 @@ class StepCopies:
             slot, state = member.effect.slot, member.state
             known = self._searches.get(slot)
             if known is None or known.state is not state:
-                known = self._begin_search(slot, state, count)
+                known = self._searches[slot] = TextSearch(state, len(state.tokens), step)
             if known.due <= step:
                 due.append((slot, state))
                 searches.append(known)
@@ -161,12 +161,6 @@ class StepCopies:
         may_ask = len(asking) < count and self._matched_before
         self._next_search = step + 1 if may_ask else next_search
         return list(matches.values())
-
-    def _begin_search(self, slot: int, state: SlotState, members: int) -> TextSearch:
-        """Return the first search of a text. It is due after this step, or the next one in which such texts are due."""
-        due = find_next_step(self._steps - 1, 0, members, has_matched=False)
-        self._searches[slot] = TextSearch(state, len(state.tokens), due)
-        return self._searches[slot]
 
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
