@@ -54,6 +54,8 @@ def share_rows(wanted: Sequence[int], rows: int) -> list[int]:
     Every member pays for the step. If the first ones got all rows, the others would only lose time. And the first
     tokens after a match are right more often than those far behind it.
     """
+    if sum(wanted) <= rows:
+        return list(wanted)
     shares = [0] * len(wanted)
     ascending = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
     for place, index in enumerate(ascending):

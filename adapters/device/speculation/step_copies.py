@@ -40,7 +40,7 @@ class TextSearch:
     """The searches of one text. state: of the slot, as long as the same request has it.
 
     since: its tokens when it was first seen, or at the first of the searches in a row that found nothing; -1: the last
-    search found something. due: the number of the step after which it is searched next.
+    search found something. due: the number of the step after which it is searched next; 0: after each step.
     """
 
     state: SlotState
@@ -129,33 +129,36 @@ class StepCopies:
         assert self.proposer is not None
         step = self._steps
         count = len(members)
-        matches = dict.fromkeys([member.effect.slot for member in members], 0)
         due = list[tuple[int, SlotState]]()
         searches = list[TextSearch]()  # of those that are due
         next_search = MOST_STEPS
         for member in asking:
-            slot, state = member.effect.slot, member.state
+            slot = member.effect.slot
+            state = member.state
             known = self._searches.get(slot)
             if known is None or known.state is not state:
                 known = self._searches[slot] = TextSearch(state, len(state.tokens), step)
             if known.due <= step:
                 due.append((slot, state))
                 searches.append(known)
-            else:
-                next_search = min(next_search, known.due)
+            elif known.due < next_search:
+                next_search = known.due
+        matches = dict.fromkeys([member.effect.slot for member in members], 0)
         found = self.proposer.find_matches(due) if due else ()
         for (slot, state), known, matched in zip(due, searches, found, strict=True):
             if matched:
                 matches[slot] = matched
                 self._matching.add(slot)
-                self._matched_before.add(slot)
-                known.since = -1
-                known.due = step + 1
-            else:
-                self._matching.discard(slot)
-                tokens = len(state.tokens)
-                known.since = tokens if known.since < 0 else known.since
-                known.due = find_next_step(step, tokens - known.since, count, slot in self._matched_before)
+                if known.since >= 0:
+                    self._matched_before.add(slot)
+                    known.since = -1
+                    known.due = 0
+                next_search = step + 1
+                continue
+            self._matching.discard(slot)
+            tokens = len(state.tokens)
+            known.since = tokens if known.since < 0 else known.since
+            known.due = find_next_step(step, tokens - known.since, count, slot in self._matched_before)
             next_search = min(next_search, known.due)
         # The launch of another member may end at any step. If its text has matched, it asks then.
         may_ask = len(asking) < count and self._matched_before
@@ -186,7 +189,7 @@ class StepCopies:
         for one, share in zip(asking, shares, strict=True):
             effect, state = one.member
             slot = effect.slot
-            length = min(one.length, share)
+            length = min(share, one.length)
             if not length:
                 continue
             copied = proposer.copy(slot, length)
@@ -209,7 +212,9 @@ class StepCopies:
         group = self.find_class(effect, state)
         if group < 0 or copying is None:
             return None
-        length = min(copying.counts[group], effect.steps - 1, self.capacity - state.valid - 1)
+        length = copying.counts[group]
+        room = min(effect.steps, self.capacity - state.valid) - 1
+        length = min(length, room)
         return WantedCopies(member, length, copying.branches[group], copying.rows) if length > 0 else None
 
     @property
@@ -257,6 +262,6 @@ def find_next_step(step: int, unmatched: int, members: int, has_matched: bool) -
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
     """Return the tokens up to the first one that ends the answer."""
-    if stops.isdisjoint(tokens):
+    if not stops or stops.isdisjoint(tokens):
         return tokens
     return next(tokens[: at + 1] for at, token in enumerate(tokens) if token in stops)

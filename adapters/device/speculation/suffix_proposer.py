@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
-from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, Branch, IndexedText, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, Branch, IndexedText, TextMatcher
 from effects.ids import Tokens
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed: 2 MB, some 5 ms
@@ -84,7 +84,8 @@ class SuffixProposer:
                 return [0 if has_ended(state) else found]
         texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
         self.matcher.match(texts)
-        return [0 if has_ended(state) else own.matched for (_, state), (own, _) in zip(slots, texts, strict=True)]
+        pairs = zip(slots, texts, strict=True)
+        return [0 if state.tokens[-1] in state.stops else own.matched for (_, state), (own, _) in pairs]
 
     def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Index what these slots have of their texts, so that `find_matches` need not do it after a step."""
@@ -117,22 +118,18 @@ class SuffixProposer:
 
     def copy(self, slot: int, count: int) -> Tokens:
         """Return up to `count` tokens that followed at the position of that match."""
-        return self._get_text(slot).copy(count)
+        text = self._texts[slot].text
+        return () if text is None else text.copy(count)
 
     def find_branch(self, slot: int, chain: int, count: int) -> Branch:
         """Return how else the text could go on where `chain` tokens were copied: at most `count` tokens."""
-        return self._get_text(slot).find_branch(chain, count)
+        text = self._texts[slot].text
+        return NO_BRANCH if text is None else text.find_branch(chain, count)
 
     def count_on_branch(self, slot: int) -> int:
         """Return how many tokens of the last step stand on the branch of the match before it (`Decoded.on_branch`)."""
         known = self._texts.get(slot)
         return 0 if known is None or known.text is None else known.text.on_branch
-
-    def _get_text(self, slot: int) -> IndexedText:
-        """Return the text of a slot that has a match."""
-        text = self._texts[slot].text
-        assert text is not None, slot
-        return text
 
     def _begin_text(self, slot: int, state: SlotState) -> SlotText:
         """Begin the text of another request in the slot, without any token yet. The answer before it is archived."""

@@ -82,6 +82,7 @@ class NativeText:
     _tokens: array[int] = field(init=False, factory=make_ints)
     _earlier: array[int] = field(init=False, factory=make_ints)
     _newest: array[int] = field(init=False, factory=make_ints)
+    _count: int = field(init=False, default=0)
     _room: int = field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
@@ -91,7 +92,7 @@ class NativeText:
         self.alone = (ctypes.c_void_p * 1)(self.match_address)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._count
 
     def copy(self, count: int) -> Tokens:
         found = self.found
@@ -117,30 +118,40 @@ class NativeText:
         return self._tokens.itemsize * (len(self._tokens) + len(self._earlier) + len(self._newest))
 
     def append(self, tokens: Sequence[int]) -> None:
-        # Single tokens take a quarter of the time that they take with NumPy, and long lists as long.
-        self._tokens.fromlist(tokens if isinstance(tokens, list) else list(tokens))
-        self.is_long = self.is_long or len(tokens) >= LONG_INDEX
-        count = len(self._tokens)
+        first = self._count
+        count = first + len(tokens)
         if count > self._room:
             self._grow(count)
-        described = self.described
-        described.tokens, _ = self._tokens.buffer_info()  # it moves as it grows
-        described.count = count
+        if count == first + 1:
+            self._tokens[first] = tokens[0]
+        else:
+            # A list takes half of the time that another sequence takes.
+            fresh = make_ints()
+            fresh.fromlist(tokens if isinstance(tokens, list) else list(tokens))
+            self._tokens[first:count] = fresh
+            self.is_long = self.is_long or len(tokens) >= LONG_INDEX
+        self._count = count
+        self.described.count = count
 
     def read_tail(self, count: int) -> Tokens:
-        return tuple(self._tokens[max(0, len(self._tokens) - count) :])
+        return tuple(self._tokens[max(0, self._count - count) : self._count])
 
     def _grow(self, count: int) -> None:
-        """Make an index for twice as many tokens. All are indexed again, since hashes become longer."""
-        self._room = 1 << max(FIRST_ROOM, 2 * count - 1).bit_length() - 1
-        self._earlier = make_ints(self._room)
-        self._newest = make_ints(self._room)
+        """Make room for twice as many tokens. The index is built again, since its hashes become longer."""
+        room = 1 << max(FIRST_ROOM, 2 * count - 1).bit_length() - 1
+        tokens = make_ints(room)
+        tokens[: self._count] = self._tokens[: self._count]
+        self._tokens = tokens
+        self._room = room
+        self._earlier = make_ints(room)
+        self._newest = make_ints(room)
         described = self.described
+        described.tokens, _ = self._tokens.buffer_info()
         described.earlier, _ = self._earlier.buffer_info()
         described.newest, _ = self._newest.buffer_info()
-        self.is_long = self.is_long or described.count >= LONG_INDEX
         described.indexed = 0
-        described.bits = self._room.bit_length() - 1
+        self.is_long = self._count >= LONG_INDEX
+        described.bits = room.bit_length() - 1
 
 
 @frozen(eq=False)
