@@ -6,7 +6,7 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from attrs import define, field
 
@@ -18,6 +18,7 @@ from effects.decode import RunDecode, choose_search_gap, find_match_class, share
 from effects.ids import Tokens
 
 MOST_STEPS = 1 << 62  # no step has this number
+MOST_ROWS = 1 << 30  # no step has as many rows
 
 
 class CopyingMember(Protocol):
@@ -46,15 +47,6 @@ class TextSearch:
     state: SlotState
     since: int
     due: int
-
-
-class WantedCopies(NamedTuple):
-    """The copies that a member would take if the step had rows for all: tokens of a chain, and of its branch."""
-
-    member: DecodingSlot
-    length: int
-    branch: int
-    row_limit: int  # of the step, as its rule says
 
 
 @define(eq=False)
@@ -179,17 +171,29 @@ class StepCopies:
         proposer = self.proposer
         if proposer is None or not self._matching:
             return NO_COPIES
-        asking = [one for one in map(self._find_wanted, members) if one is not None]
-        if not asking:
-            return NO_COPIES
-        rows = min(one.row_limit for one in asking) - len(members)
-        shares = share_rows([one.length + one.branch for one in asking], rows)
+        asking = list[tuple[DecodingSlot, int, int]]()  # with the tokens of a chain, and those of its branch
+        wanted = list[int]()
+        row_limit = MOST_ROWS
+        for member in members:
+            effect, state = member
+            copying = effect.copying
+            group = self.find_class(effect, state)
+            if group < 0 or copying is None:
+                continue
+            length = min(copying.counts[group], self._count_room(member))
+            if length <= 0:
+                continue
+            asking.append((member, length, copying.branches[group]))
+            wanted.append(length + copying.branches[group])
+            row_limit = min(row_limit, copying.rows)
         chains: dict[int, Tokens] = {}
         branches: dict[int, Branch] = {}
-        for one, share in zip(asking, shares, strict=True):
-            effect, state = one.member
+        for (member, wanted_length, branch_length), share in zip(
+            asking, share_rows(wanted, row_limit - len(members)), strict=True
+        ):
+            effect, state = member
             slot = effect.slot
-            length = min(share, one.length)
+            length = min(share, wanted_length)
             if not length:
                 continue
             copied = proposer.copy(slot, length)
@@ -197,25 +201,17 @@ class StepCopies:
             if not chain:
                 continue
             chains[slot] = chain
-            if one.branch:
-                fork, tokens = proposer.find_branch(slot, len(copied), min(one.branch, share - length))
-                depth = min(effect.steps, self.capacity - state.valid) - 1
+            if branch_length:
+                fork, tokens = proposer.find_branch(slot, len(copied), min(branch_length, share - length))
+                depth = self._count_room(member)
                 branch = cut_after_stop(tokens, state.stops)[: depth - fork]
                 if branch and fork < len(chain):
                     branches[slot] = Branch(fork, branch)
         return CopiedTexts(chains, branches)
 
-    def _find_wanted(self, member: DecodingSlot) -> WantedCopies | None:
-        """Return what a member would copy if the step had rows for all; None if it copies nothing."""
-        effect, state = member
-        copying = effect.copying
-        group = self.find_class(effect, state)
-        if group < 0 or copying is None:
-            return None
-        length = copying.counts[group]
-        room = min(effect.steps, self.capacity - state.valid) - 1
-        length = min(length, room)
-        return WantedCopies(member, length, copying.branches[group], copying.rows) if length > 0 else None
+    def _count_room(self, member: DecodingSlot) -> int:
+        """Return how many tokens a member may copy: the launch and the slot must have room for one more."""
+        return min(member.effect.steps, self.capacity - member.state.valid) - 1
 
     @property
     def has_matching_text(self) -> bool:
