@@ -137,6 +137,7 @@ class StepCopies:
                 next_search = known.due
         matches = dict.fromkeys([member.effect.slot for member in members], 0)
         found = self.proposer.find_matches(due) if due else ()
+        due_steps = dict[tuple[int, bool], int]()  # by the tokens without a match: many texts have the same number
         for (slot, state), known, matched in zip(due, searches, found, strict=True):
             if matched:
                 matches[slot] = matched
@@ -149,9 +150,14 @@ class StepCopies:
                 continue
             self._matching.discard(slot)
             tokens = len(state.tokens)
-            known.since = tokens if known.since < 0 else known.since
-            known.due = find_next_step(step, tokens - known.since, count, slot in self._matched_before)
-            next_search = min(next_search, known.due)
+            if known.since < 0:
+                known.since = tokens
+            key = tokens - known.since, slot in self._matched_before
+            following = due_steps.get(key)
+            if following is None:
+                following = due_steps[key] = find_next_step(step, key[0], count, has_matched=key[1])
+                next_search = min(next_search, following)
+            known.due = following
         # The launch of another member may end at any step. If its text has matched, it asks then.
         may_ask = len(asking) < count and self._matched_before
         self._next_search = step + 1 if may_ask else next_search
@@ -248,7 +254,7 @@ class StepCopies:
         return group if group >= 0 and copying.counts[group] else -1
 
 
-def find_next_step(step: int, unmatched: int, members: int, has_matched: bool) -> int:
+def find_next_step(step: int, unmatched: int, members: int, *, has_matched: bool) -> int:
     """Return the number of the step behind this one after which a text is searched again. Arguments: as in
     `choose_search_gap`.
     """
