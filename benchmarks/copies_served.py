@@ -77,7 +77,7 @@ def serve_all(ways: Mapping[str, str], model: Path, home: Path, slots: int, rows
 
 
 def make_bodies(
-    kind: str, streams: int, given: argparse.Namespace, seed: str, own_fields: Mapping[str, Any]
+    kind: str, streams: int, given: argparse.Namespace, seed: str, own_fields: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Make the requests of one turn: of each stream one, or several of a single one. own_fields: of all of them."""
     draw = make_random(seed)
@@ -136,7 +136,7 @@ def measure(urls: Mapping[str, str], given: argparse.Namespace) -> list[dict[str
     return [describe(kind, streams, taken[1:]) for (kind, streams), taken in turns.items()]
 
 
-def make_fields_of_turn(number: int, way: str) -> dict[str, Any]:
+def make_fields_of_turn(number: int, way: str) -> dict[str, str]:
     """Return what requests of a turn have if one server takes the turns of all. Nothing is shared between turns."""
     own = {"cache_salt": f"{number} {way}"}
     return own if way == COPIES else {**own, "speculation": "off"}
