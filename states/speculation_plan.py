@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from attrs import Factory, field, frozen
+from functools import cached_property
+
+from attrs import frozen
 
 from effects.decode import Copying
 from states.rates import ClassGains
@@ -23,16 +25,6 @@ class CopyPrices:
 
 
 NO_COPY_PRICES = CopyPrices()
-
-
-def find_plain_charges(plan: Plan) -> bool:
-    """Return `Plan.charges_plain_steps`."""
-    return plan.price != UNIT or plan.charges_measured_time or plan.price_doubted
-
-
-def find_plainness(plan: Plan) -> bool:
-    """Return `Plan.is_plain`."""
-    return not (plan.copying or any(plan.proposals) or plan.charges_plain_steps)
 
 
 @frozen
@@ -57,10 +49,16 @@ class Plan:
     copying: tuple[Copying | None, ...] = ()
     copy_prices: CopyPrices = NO_COPY_PRICES
     copy_trials: frozenset[int] = frozenset()  # classes of matches after which copies are not expected to pay
-    # Derived. charges_plain_steps: a step of the launch may cost more than a plain one although a member proposed and
-    # copied nothing in it. is_plain: nothing is proposed or copied, so all steps are plain ones.
-    charges_plain_steps: bool = field(init=False, default=Factory(find_plain_charges, takes_self=True))
-    is_plain: bool = field(init=False, default=Factory(find_plainness, takes_self=True))
+
+    @cached_property
+    def charges_plain_steps(self) -> bool:
+        """May a step of the launch cost more than a plain one although a member proposed and copied nothing in it?"""
+        return self.price != UNIT or self.charges_measured_time or self.price_doubted
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Are all steps plain ones, as nothing is proposed or copied?"""
+        return not (self.copying or any(self.proposals) or self.charges_plain_steps)
 
 
 NO_PLAN = Plan()
