@@ -2,17 +2,21 @@
 turn.
 
     python -m benchmarks.copies_served [--shape 8b] [--levels 1,16,64] [--rounds 6] [--draft auto] [--again] [--record]
+    python -m benchmarks.copies_served --one-server [--shape 8b] [--levels 16] [--rounds 12] [--record]
 
 All servers run at once, and only one of them is asked at a time. --draft auto: the copying one is started with its
-defaults. --again: a second server that does not copy says how much of a difference is noise. Prompts and answers are
-new text of a model with random weights, drawn at temperature 1. There are two kinds of it:
+defaults. --again: a second server that does not copy says how much of a difference is noise. --one-server: a single
+server that copies takes the turns of all three, and in two of them the requests turn proposals off, because two servers
+with the same work differ by more than copies cost. Prompts and answers are new text of a model with random weights,
+drawn at temperature 1. There are two kinds of it:
 
 * new: all tokens of the vocabulary are drawn, so no three tokens come twice.
 * chance: 16 tokens are drawn only. So three tokens that come twice are frequent, and what follows them is seldom right:
   copying loses time. No real text is as bad.
 
-A round asks each server once, and rounds begin with either in turn. The first one is dropped, because all servers
-learn in it. A figure is the median over rounds of the tokens a second with copies over those without.
+A round asks each server once, and every order of them has its turn. The first round is dropped, because all servers
+learn in it. A figure is the median over rounds of the tokens a second with copies over those without. With a second
+turn without copies, these are the mean of both.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import cycle, permutations
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import anyio
@@ -35,9 +41,11 @@ from benchmarks.first_requests import SHAPES, checkpoint
 from benchmarks.peer_servers import listen, serve_ours
 from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import median, print_table
+from benchmarks.texts_in_turn import find_interval
 from engine.tools.bench.bench_prompts import draw_tokens, make_random
 
 AGAIN = "plain again"
+COPIES = "copies"
 NOISE = f"{AGAIN}, median x"
 KINDS = ("new", "chance")
 FEW = range(1000, 1016)  # tokens of the text with chance matches
@@ -68,15 +76,17 @@ def serve_all(ways: Mapping[str, str], model: Path, home: Path, slots: int, rows
         yield dict(zip(ways, threads.map(start, ways), strict=True))
 
 
-def make_bodies(kind: str, streams: int, given: argparse.Namespace, seed: str) -> list[dict[str, Any]]:
-    """Make the requests of one turn: of each stream one, or several of a single one."""
+def make_bodies(
+    kind: str, streams: int, given: argparse.Namespace, seed: str, own_fields: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Make the requests of one turn: of each stream one, or several of a single one. own_fields: of all of them."""
     draw = make_random(seed)
     bodies = list[dict[str, Any]]()
     for _ in range(streams):
         prompt = draw_tokens(draw, given.prompts) if kind == "new" else tuple(draw.choices(FEW, k=given.prompts))
         # Equal seeds would draw equal tokens, since the prompt changes the logits of such a model by little.
         own = {"seed": draw.randrange(1 << 31), "temperature": 1.0}
-        body = {"prompt": list(prompt), "max_tokens": given.answers, **own}
+        body = {"prompt": list(prompt), "max_tokens": given.answers, **own, **own_fields}
         if kind == "chance":
             body["logit_bias"] = {str(token): BIAS for token in FEW}
         bodies.append(body)
@@ -109,14 +119,16 @@ async def ask_all(url: str, batches: Sequence[Sequence[Mapping[str, Any]]]) -> d
 def measure(urls: Mapping[str, str], given: argparse.Namespace) -> list[dict[str, Any]]:
     turns: dict[tuple[str, int], list[dict[str, dict[str, float]]]] = {}
     levels = [int(level) for level in given.levels.split(",")]
-    for number in range(given.rounds + 1):
+    for number, order in zip(range(given.rounds + 1), cycle(permutations(sorted(urls))), strict=False):
         for kind in given.kinds.split(","):
             for streams in levels:
                 count = ANSWERS_OF_ONE if streams == 1 else 1
                 took = dict[str, dict[str, float]]()
-                for way in sorted(urls, reverse=number % 2 == 1):
+                for way in order:
+                    own_fields = make_fields_of_turn(number, way) if given.one_server else {}
                     batches = [
-                        make_bodies(kind, streams, given, f"{number} {kind} {streams} {at}") for at in range(count)
+                        make_bodies(kind, streams, given, f"{number} {kind} {streams} {at}", own_fields)
+                        for at in range(count)
                     ]
                     took[way] = anyio.run(ask_all, urls[way], batches)
                 print(json.dumps({"round": number, "kind": kind, "streams": streams, **took}), flush=True)
@@ -124,10 +136,18 @@ def measure(urls: Mapping[str, str], given: argparse.Namespace) -> list[dict[str
     return [describe(kind, streams, taken[1:]) for (kind, streams), taken in turns.items()]
 
 
+def make_fields_of_turn(number: int, way: str) -> dict[str, str]:
+    """Return what requests of a turn have if one server takes the turns of all. Nothing is shared between turns."""
+    own = {"cache_salt": f"{number} {way}"}
+    return own if way == COPIES else {**own, "speculation": "off"}
+
+
 def describe(kind: str, streams: int, turns: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
-    ratios = [turn["copies"]["tok/s"] / turn["plain"]["tok/s"] for turn in turns]
+    plain = [mean(turn[way]["tok/s"] for way in turn if way != COPIES) for turn in turns]
+    ratios = [turn[COPIES]["tok/s"] / speed for turn, speed in zip(turns, plain, strict=True)]
     noise = [turn[AGAIN]["tok/s"] / turn["plain"]["tok/s"] for turn in turns if AGAIN in turn]
-    copied = [turn["copies"] for turn in turns]
+    copied = [turn[COPIES] for turn in turns]
+    first, last = find_interval(ratios)
     return {
         "text": kind,
         "streams": streams,
@@ -136,6 +156,8 @@ def describe(kind: str, streams: int, turns: Sequence[Mapping[str, Mapping[str, 
         "median x": median(ratios),
         "least x": min(ratios),
         "most x": max(ratios),
+        "median x, from": first,
+        "median x, to": last,
         **({NOISE: median(noise)} if noise else {}),
         "tokens": sum(one["tokens"] for one in copied),
         "proposed": sum(one["proposed"] for one in copied),
@@ -152,7 +174,7 @@ def make_figures(rows: Sequence[Mapping[str, Any]], subject: str) -> list[Figure
             f"{row['streams']} streams",
             "x",
             row["median x"],
-            {"plain, tok/s": row["plain tok/s"]},
+            {"plain, tok/s": row["plain tok/s"], "from": row["median x, from"], "to": row["median x, to"]},
             note=f"two plain ones: {row[NOISE]:.3f}" if NOISE in row else None,
             goal=Goal(at_least=GOALS.get(row["streams"], 1.0)),
         )
@@ -169,6 +191,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--draft", default="suffix", help="of the server that copies")
     parser.add_argument("--again", action="store_true", help="ask a second server that does not copy as well")
+    parser.add_argument("--one-server", action="store_true", help="whose requests turn proposals off and on")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--answers", type=int, default=256, help="tokens of an answer")
@@ -179,12 +202,18 @@ def main() -> None:
         if not (model := folder / "model").exists():
             checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
         slots = max(int(level) for level in given.levels.split(","))
-        ways = {"plain": "none", "copies": given.draft, **({AGAIN: "none"} if given.again else {})}
-        with serve_all(ways, model, Path(scratch), slots, given.prompts + given.answers + MARGIN) as urls:
-            rows = measure(urls, given)
+        ways = {"plain": "none", COPIES: given.draft, **({AGAIN: "none"} if given.again else {})}
+        started = {COPIES: given.draft} if given.one_server else ways
+        with serve_all(started, model, Path(scratch), slots, given.prompts + given.answers + MARGIN) as urls:
+            turns = dict.fromkeys(("plain", COPIES, AGAIN), urls[COPIES]) if given.one_server else urls
+            rows = measure(turns, given)
     print_table("with copies against without", rows)
     subject = name_shape(given.shape)
-    publish(given, f"copies_served-{slug(subject)}", {"rows": rows}, make_figures(rows, subject))
+    name = f"copies_served-{slug(subject)}"
+    if given.one_server:
+        subject = f"{subject}, one server"
+        name = f"{name}-one-server"
+    publish(given, name, {"rows": rows}, make_figures(rows, subject))
 
 
 if __name__ == "__main__":

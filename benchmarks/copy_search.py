@@ -73,7 +73,7 @@ def run_steps(texts: Sequence[Tokens], steps: int) -> list[StepCost]:
         for text, (_, state) in zip(texts, slots, strict=True):
             state.tokens.append(text[step])
         started_ns = time.thread_time_ns()
-        copies.find_matches(slots, is_asked=True)
+        copies.find_matches(members)
         searched_ns = time.thread_time_ns()
         chosen = copies.choose(members)
         copied_ns = time.thread_time_ns()
@@ -104,13 +104,13 @@ def time_new_text(texts: Sequence[Tokens], seed: int) -> int:
     matcher = build_text_matcher()
     assert matcher is not None, "there is no compiled library"
     copies = StepCopies(SuffixProposer(matcher), 1 << 20)
-    slots = [(effect.slot, state) for effect, state in make_members(texts)]
+    members = make_members(texts)
     spent = 0
     for step in range(1 + NEW_STEPS):
-        for _, state in slots:
+        for _, state in members:
             state.tokens.append(rng.randrange(VOCAB))
         started_ns = time.thread_time_ns()
-        copies.find_matches(slots, is_asked=True)
+        copies.find_matches(members)
         spent += time.thread_time_ns() - started_ns if step else 0  # the first step indexes the prompts
     return spent // NEW_STEPS
 

@@ -21,6 +21,7 @@ MATCH_CLASSES = (3, 5, 9, 17, 33)
 # A text that has had no match for long rarely has one after the next token, and each search costs all members of a step
 # time. So it is searched after some steps only (`choose_search_gap`).
 SEARCH_SHARE = 8  # a match of a single request is found late by an eighth of the tokens that had none
+FIRST_SEARCH_SHARE = 4  # the first match of a text is found late by a quarter of them
 LONGEST_SEARCH_GAP = 16  # steps between two searches of a single request, at most
 
 
@@ -29,14 +30,18 @@ def find_match_class(matched: int) -> int:
     return bisect_right(MATCH_CLASSES, matched) - 1
 
 
-def choose_search_gap(unmatched: int, members: int) -> int:
+def choose_search_gap(unmatched: int, members: int, *, has_matched: bool = True) -> int:
     """Return after how many steps a text is searched again that has had no match for `unmatched` tokens.
 
     All members wait for a search, and a match that is found late delays one of them. The gap that costs least then
     grows with the square root of the members. It is a power of 2, so that all texts are searched after the same steps.
+
+    has_matched: an earlier search of the text has found something. A text that has never had a match is less likely to
+    get one, so it is searched less often.
     """
     root = isqrt(members)
-    late = min(unmatched * root // SEARCH_SHARE, LONGEST_SEARCH_GAP * root)
+    late = unmatched * root // SEARCH_SHARE if has_matched else max(root, unmatched * root // FIRST_SEARCH_SHARE)
+    late = min(late, LONGEST_SEARCH_GAP * root)
     return 1 << max(late, 1).bit_length() - 1
 
 
@@ -49,6 +54,8 @@ def share_rows(wanted: Sequence[int], rows: int) -> list[int]:
     Every member pays for the step. If the first ones got all rows, the others would only lose time. And the first
     tokens after a match are right more often than those far behind it.
     """
+    if sum(wanted) <= rows:
+        return list(wanted)
     shares = [0] * len(wanted)
     ascending = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
     for place, index in enumerate(ascending):

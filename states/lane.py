@@ -121,15 +121,14 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
     unattended.
     """
+    goes_on = isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more
+    if goes_on and lane.running[0].request != answer.request:
+        return lane  # most outcomes end here: only those of a step's first member are counted
     step_change = 0
     if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):
         step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
-    if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
-        if (
-            copies_were_considered(lane)
-            and len(lane.running) != lane.member_count
-            and lane.running[0].request == answer.request
-        ):
+    if goes_on:
+        if copies_were_considered(lane) and len(lane.running) != lane.member_count:
             # Members have ended, and the others go on: their steps are counted again from the next one on.
             return evolve(lane, member_count=len(lane.running))
         return with_effect_requests(lane, lane.waiting, lane.running, step_change) if step_change else lane

@@ -215,9 +215,8 @@ def plan_proposals(
       class of matches is copied now or could never pay, it holds for good. The rule before this one may end it earlier.
     * If a plain step is due, or was never timed, nothing is proposed, and the plan holds for one step.
 
-    row_limit: the most rows of a step, with its proposals. The functions that are called here get 0 instead if a plain
-    step is due. proposing_steps: steps since the last plain one. If `StepPrices.plain_suspect` doubts the plain time, a
-    plain step is due after a single one of them.
+    row_limit: the most rows of a step, with its proposals; 0 is passed on if a plain step is due. proposing_steps:
+    steps since the last plain one. If `StepPrices.plain_suspect` doubts its time, a plain step is due after one.
     """
     controls = [find_control(requests, one) for one in decode_steps]
     effects = get_decode_effects(decode_steps)
@@ -334,13 +333,15 @@ def find_control(requests: Mapping[RequestId, State], effect_request: EffectRequ
 def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
     """Return the states of the launch's members that may propose, each with the plan and why it proposes nothing.
 
-    The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
+    The plan says what an outcome costs the request's account. All plans of plain steps say the same, so one may stay.
     """
     states = dict[RequestId, State]()
     # A mixed launch has more members than proposals: the rows of prompts, which come last.
     for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
         state = requests[effect_request.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):
+            if lane.plan.is_plain and not lane.plan.reason and state.speculation.control.plan.is_plain:
+                continue
             reason = state.speculation.reason
             if lane.plan.reason and state.answer.count_proposable(state.prompt.job):
                 reason = "" if propose else lane.plan.reason

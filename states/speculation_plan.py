@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from attrs import frozen
 
 from effects.decode import Copying
@@ -47,6 +49,16 @@ class Plan:
     copying: tuple[Copying | None, ...] = ()
     copy_prices: CopyPrices = NO_COPY_PRICES
     copy_trials: frozenset[int] = frozenset()  # classes of matches after which copies are not expected to pay
+
+    @cached_property
+    def charges_plain_steps(self) -> bool:
+        """May a step of the launch cost more than a plain one although a member proposed and copied nothing in it?"""
+        return self.price != UNIT or self.charges_measured_time or self.price_doubted
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Are all steps plain ones, as nothing is proposed or copied?"""
+        return not (self.copying or any(self.proposals) or self.charges_plain_steps)
 
 
 NO_PLAN = Plan()

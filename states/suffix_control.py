@@ -119,9 +119,7 @@ def teaches_nothing(control: SpeculationControl, done: Decoded) -> bool:
 
     Most outcomes are like that where proposals do not pay, and a new control for each takes 2 us a token.
     """
-    plan = control.plan
-    is_plain = not (done.proposed or done.rows) and plan.price == UNIT and done.steps == len(done.tokens)
-    return is_plain and done.matched == control.matched and not (plan.charges_measured_time or plan.price_doubted)
+    return not (done.proposed or done.rows or done.matched != control.matched or control.plan.charges_plain_steps)
 
 
 def settle(control: SpeculationControl, tokens: int) -> SpeculationControl:

@@ -130,10 +130,13 @@ def test_a_mixed_launch_costs_its_members_what_a_plain_one_does() -> None:
     after, _, _ = launch_choice.choose_launch(
         Lane((a_prompt(1, 0, 64), a_decode(2, 3), a_decode(3))), NOBODY, MIXED, requests, Rates()
     )
-    plain = control.Plan((0, 0))
-    known = launch_choice.with_launch_plan(after, requests | reading(r1=64))
+    dear = control.Plan((0, 3), 1200)
+    before = requests | reading(r1=64)
+    before |= launch_choice.with_launch_plan(evolve(after, plan=dear), before)
+    known = before | launch_choice.with_launch_plan(after, before)
     controls = [launch_choice.find_control(known, effect_request) for effect_request in after.running]
-    assert [each and each.plan for each in controls] == [plain, plain, None]
+    assert after.plan == control.Plan((0, 0))
+    assert [each and each.plan for each in controls] == [after.plan, after.plan, None]
 
 
 @pytest.mark.parametrize(("decoding", "rows"), [(1, 16), (2, 16), (3, 32), (4, 32), (7, 64), (8, 64), (9, 64)], ids=str)
@@ -330,7 +333,11 @@ def test_who_has_a_draft_is_told_what_the_launch_costs_and_why_nothing_is_propos
     known = launch_choice.with_launch_plan(
         Lane((), tuple(map(a_decode, requests)), last_was_decode=True, member_count=3, plan=rests), requests
     )
-    assert known_plans(requests | known, measuring) == {ONE: (measuring, "loss_limit"), TWO: (measuring, "loss_limit")}
+    assert known_plans(requests | known, measuring) == {}, "one plan of plain steps charges the same as another"
+    known |= launch_choice.with_launch_plan(
+        Lane((), tuple(map(a_decode, requests)), last_was_decode=True, member_count=3, plan=some), requests | known
+    )
+    assert known_plans(requests | known, measuring) == {ONE: (measuring, "does_not_pay"), TWO: (measuring, "")}
 
 
 def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> None:

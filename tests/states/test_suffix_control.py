@@ -232,9 +232,7 @@ def test_plain_steps_teach_the_same_at_once_and_one_by_one(seed: int) -> None:
     assert copy_records.record_plain_steps(rested, Plan((0,)), 3, rested.decode) is rested
 
 
-@pytest.mark.parametrize(
-    "done", [Decoded((1,), matched=4), Decoded((1,), rows=8), Decoded((1,), 3, accepted=0), Decoded((1, 2), steps=1)]
-)
+@pytest.mark.parametrize("done", [Decoded((1,), matched=4), Decoded((1,), rows=8), Decoded((1,), 3, accepted=0)])
 def test_an_outcome_that_is_not_of_a_plain_step_teaches_something(done: Decoded) -> None:
     assert control.teaches_nothing(copier(), Decoded((1,)))
     assert not control.teaches_nothing(copier(), done)

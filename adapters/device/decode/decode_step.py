@@ -69,7 +69,7 @@ from adapters.device.speculation.proposer import (
     follow_rows,
     make_members,
 )
-from adapters.device.speculation.step_copies import StepCopies, asks_for_matches
+from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
@@ -181,7 +181,8 @@ class DecodeRunner:
         state = self.find_ready_slot(asked.request, effect)
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        copies = self.copies.choose([DecodingSlot(effect, state)]) if may_copy else NO_COPIES
+        decoding = (DecodingSlot(effect, state),)
+        copies = self.copies.choose(decoding) if may_copy else NO_COPIES
         taken = native.step(effect.slot, state, effect.propose, self.proposer, copies)
         if taken is None:
             return None
@@ -192,7 +193,7 @@ class DecodeRunner:
             # One row: the draft proposed nothing, and where there is a draft no copies are taken natively.
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, native.forward_of(step.bucket), (1,), (state,), 0 if effect.propose else effect.steps - 1)
-        (matched,) = self.copies.find_matches([(effect.slot, state)], is_asked=asks_for_matches(effect))
+        (matched,) = self.copies.find_matches(decoding)
         took_ns = time.perf_counter_ns() - started_ns
         copied = taken.proposed if copies.chains else 0
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
@@ -230,11 +231,12 @@ class DecodeRunner:
         if not taken:
             return tuple(outcomes)
         started_ns = time.perf_counter_ns()
+        decoding = [one for _, one in taken.values()]
         is_settling = False
         if piece is not None:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else NO_COPIES
+            copies = self.copies.choose(decoding) if may_copy and piece is None else NO_COPIES
             spec = self.shard.spec
             members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
             is_timed = piece is None and has_own_time([member.state for member in members])
@@ -251,8 +253,7 @@ class DecodeRunner:
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
-        is_asked = any(asks_for_matches(one.effect) for _, one in taken.values())
-        matches = self.copies.find_matches([(member.slot, member.state) for member in members], is_asked=is_asked)
+        matches = self.copies.find_matches(decoding)
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if is_timed else 0
         counts = self.copies.count_copies(members, copies)

@@ -13,7 +13,7 @@ from adapters.device.decode.prompt_along import PromptRows
 from adapters.device.sampling.sampler import LaunchedPicks, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import describe_failed_pick
-from adapters.device.speculation.step_copies import StepCopies, asks_for_matches
+from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.kernels.step import Forward, Step
 from effects.all import Outcome
 from effects.decode import Decoded, RunDecode
@@ -34,6 +34,11 @@ class BatchMember:
     effect: RunDecode
     steps_left: int
     has_ended: bool = False
+
+    @property
+    def is_last_step(self) -> bool:
+        """Does the launch end for the request with the step in flight, as far as its picks are known?"""
+        return self.has_ended or self.effect.steps <= 1
 
 
 @define(eq=False)
@@ -105,8 +110,7 @@ def append_picks(
             member.has_ended = member not in continuing or one.token in member.state.stops
         else:
             member.has_ended = True
-    is_asked = any(member.has_ended or asks_for_matches(member.effect) for member, _ in answering)
-    matches = copies.find_matches([(member.slot, member.state) for member, _ in answering], is_asked=is_asked)
+    matches = copies.find_matches([member for member, _ in answering])
     outcomes = list[tuple[RequestId, Outcome]]()
     for (member, one), matched in zip(answering, matches, strict=True):
         if not isinstance(one, TokenPick):

@@ -60,7 +60,7 @@ def make_next_step(effect_request: EffectRequest, state: SlotState, steps: int) 
 
 def limit_proposals(effect: RunDecode, steps: int) -> int:
     """Return how many tokens a draft may propose in the next step. Where text may be copied, `steps` counts tokens."""
-    return effect.propose if effect.copying is None else min(effect.propose, steps - 1)
+    return effect.propose if effect.copying is None or not effect.propose else min(effect.propose, steps - 1)
 
 
 def count_proposing_step(

@@ -133,7 +133,9 @@ class OverlappedDecode:
         following: the next step of each member; None for one that has ended.
         """
         has_changed = batch.has_changed or None in following
-        return has_changed and any(self.copies_next(one) for one in following if one is not None)
+        if not (has_changed and self.copies.has_matching_text):
+            return False
+        return any(self.copies_next(one) for one in following if one is not None)
 
     def run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take steps until every request has its last outcome, or one of them would copy earlier text.

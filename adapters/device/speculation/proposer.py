@@ -264,6 +264,11 @@ class DecodingSlot(NamedTuple):
     effect: RunDecode
     state: SlotState
 
+    @property
+    def is_last_step(self) -> bool:
+        """Does the launch end for the request with this step? It has to be asked before the step is taken."""
+        return self.effect.steps <= 1
+
 
 def make_members(
     proposer: Proposer | None,

@@ -6,7 +6,7 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from attrs import define, field
 
@@ -17,29 +17,36 @@ from adapters.models.kernels.interfaces.text_matching import Branch
 from effects.decode import RunDecode, choose_search_gap, find_match_class, share_rows
 from effects.ids import Tokens
 
+MOST_STEPS = 1 << 62  # no step has this number
+MOST_ROWS = 1 << 30  # no step has as many rows
+
 
 class CopyingMember(Protocol):
     """A request that decodes: its decode step, and the state of its slot."""
 
-    effect: RunDecode
+    @property
+    def effect(self) -> RunDecode: ...
+
+    @property
+    def state(self) -> SlotState: ...
+
+    @property
+    def is_last_step(self) -> bool:
+        """Does the launch end for the request with this step? Then the core may give it another rule for copies."""
+        ...
+
+
+@define(eq=False)
+class TextSearch:
+    """The searches of one text. state: of the slot, as long as the same request has it.
+
+    since: its tokens when it was first seen, or at the first of the searches in a row that found nothing; -1: the last
+    search found something. due: the number of the step after which it is searched next; 0: after each step.
+    """
+
     state: SlotState
-
-
-class UnmatchedText(NamedTuple):
-    """A text whose last search found nothing."""
-
-    state: SlotState
-    since: int  # its tokens at the first of the searches in a row that found nothing
-    due: int  # the number of the step after which it is searched again
-
-
-class WantedCopies(NamedTuple):
-    """The copies that a member would take if the step had rows for all: tokens of a chain, and of its branch."""
-
-    member: DecodingSlot
-    length: int
-    branch: int
-    row_limit: int  # of the step, as its rule says
+    since: int
+    due: int
 
 
 @define(eq=False)
@@ -50,76 +57,110 @@ class StepCopies:
     capacity: int
     # Slots in which the last search found a match. Mostly there are none, and then no request is looked up.
     _matching: set[int] = field(init=False, factory=set[int])
-    _unmatched: dict[int, UnmatchedText] = field(init=False, factory=dict[int, UnmatchedText])  # by slot
+    # Slots of which any search has found something for the same request: such a text asks before its launch ends.
+    _matched_before: set[int] = field(init=False, factory=set[int])
+    _searches: dict[int, TextSearch] = field(init=False, factory=dict[int, TextSearch])  # by slot
     _states: list[SlotState] = field(init=False, factory=list[SlotState])  # of the last step
     _steps: int = field(init=False, default=0)  # of all launches
-    _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` is due
+    _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` may be due
 
     def index_texts(self, members: Sequence[CopyingMember]) -> None:
-        """Index the texts of members whose matches will be asked for. Called while the device is at their first step.
+        """Index the texts of members that have a rule for copies. Called while the device is at their first step.
 
         A prompt of 32,000 tokens takes 1 ms, which its first token would wait for otherwise.
         """
         if self.proposer is not None and members:
-            asking = [member for member in members if asks_for_matches(member.effect)]
+            asking = [member for member in members if member.effect.copying is not None]
             self.proposer.index_texts([(member.effect.slot, member.state) for member in asking])
 
-    def find_matches(self, slots: Sequence[tuple[int, SlotState]], *, is_asked: bool) -> Sequence[int]:
-        """Return `Decoded.matched` for slots whose states have the tokens of a step already.
+    def find_matches(self, members: Sequence[CopyingMember]) -> Sequence[int]:
+        """Return `Decoded.matched` for members whose states have the tokens of a step already.
 
-        is_asked: a member may copy in its next step (`asks_for_matches`). If none may, nothing is searched, and 0 is
-        returned for every slot. Otherwise texts that have had no match for long are searched after some steps only, all
-        after the same ones (`choose_search_gap`). Between two searches they match nothing.
+        A text is searched if the member has a rule for copies. It is also searched in the member's last step before the
+        core may give it one, if there was a match before. Texts that have had no match for long are searched after some
+        steps only, all after the same ones (`choose_search_gap`). Between two searches they match nothing.
 
         Most steps have the requests of the step before and nothing to search. They end here before anything is done
         for single requests, because code and texts have left the processor's caches since the step before.
         """
         if self.proposer is None:
-            return [0] * len(slots)
+            return [0] * len(members)
         self._steps += 1
-        states = [state for _, state in slots]
-        is_changed = states != self._states
-        self._states = states
-        if is_asked:
-            if is_changed or self._steps >= self._next_search:
-                return self._search(slots)
-            return [0] * len(slots)
-        self._next_search = 0
-        if is_changed:
-            self.proposer.note_tokens(slots)
+        states = [member.state for member in members]
+        if states != self._states:
+            self._note_members(members, states)
+        if self._steps < self._next_search:
+            return [0] * len(members)
+        matched_before = self._matched_before
+        asking = [
+            member
+            for member in members
+            if member.effect.copying is not None or (member.effect.slot in matched_before and member.is_last_step)
+        ]
+        if asking:
+            return self._search(members, asking)
         if self._matching:
-            self._matching.difference_update([slot for slot, _ in slots])
-        return [0] * len(slots)
+            self._matching.difference_update([member.effect.slot for member in members])
+        return [0] * len(members)
 
-    def _search(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
+    def _note_members(self, members: Sequence[CopyingMember], states: list[SlotState]) -> None:
+        """Note that the step has other requests than the one before. If some have only ended, nothing is due sooner."""
+        assert self.proposer is not None
+        slots = [(member.effect.slot, member.state) for member in members]
+        if not set(self._states).issuperset(states):
+            self._next_search = 0
+            for slot, state in slots:
+                known = self._searches.get(slot)
+                if known is not None and known.state is not state:
+                    self._matched_before.discard(slot)  # another request
+        self._states = states
+        self.proposer.note_tokens(slots)
+
+    def _search(self, members: Sequence[CopyingMember], asking: Sequence[CopyingMember]) -> Sequence[int]:
         """Search the texts that are due, and note which have a match and when the others are searched again."""
         assert self.proposer is not None
         step = self._steps
+        count = len(members)
         due = list[tuple[int, SlotState]]()
-        searches = list[int]()  # the next one of each text
-        for slot, state in slots:
-            known = self._unmatched.get(slot)
-            if known is None or known.state is not state or known.due <= step:
+        searches = list[TextSearch]()  # of those that are due
+        next_search = MOST_STEPS
+        for member in asking:
+            slot = member.effect.slot
+            state = member.state
+            known = self._searches.get(slot)
+            if known is None or known.state is not state:
+                known = self._searches[slot] = TextSearch(state, len(state.tokens), step)
+            if known.due <= step:
                 due.append((slot, state))
-            else:
-                searches.append(known.due)
-        matches = dict.fromkeys([slot for slot, _ in slots], 0)
+                searches.append(known)
+            elif known.due < next_search:
+                next_search = known.due
+        matches = dict.fromkeys([member.effect.slot for member in members], 0)
         found = self.proposer.find_matches(due) if due else ()
-        for (slot, state), matched in zip(due, found, strict=True):
+        due_steps = dict[tuple[int, bool], int]()  # by the tokens without a match: many texts have the same number
+        for (slot, state), known, matched in zip(due, searches, found, strict=True):
             if matched:
                 matches[slot] = matched
                 self._matching.add(slot)
-                self._unmatched.pop(slot, None)
-                searches.append(step + 1)
+                if known.since >= 0:
+                    self._matched_before.add(slot)
+                    known.since = -1
+                    known.due = 0
+                next_search = step + 1
                 continue
             self._matching.discard(slot)
-            known = self._unmatched.get(slot)
-            since = known.since if known is not None and known.state is state else len(state.tokens)
-            gap = choose_search_gap(len(state.tokens) - since, len(slots))
-            following = (step // gap + 1) * gap
-            self._unmatched[slot] = UnmatchedText(state, since, following)
-            searches.append(following)
-        self._next_search = min(searches, default=step + 1)
+            tokens = len(state.tokens)
+            if known.since < 0:
+                known.since = tokens
+            key = tokens - known.since, slot in self._matched_before
+            following = due_steps.get(key)
+            if following is None:
+                following = due_steps[key] = find_next_step(step, key[0], count, has_matched=key[1])
+                next_search = min(next_search, following)
+            known.due = following
+        # The launch of another member may end at any step. If its text has matched, it asks then.
+        may_ask = len(asking) < count and self._matched_before
+        self._next_search = step + 1 if may_ask else next_search
         return list(matches.values())
 
     def count_on_branch(self, slot: int) -> int:
@@ -136,17 +177,29 @@ class StepCopies:
         proposer = self.proposer
         if proposer is None or not self._matching:
             return NO_COPIES
-        asking = [one for one in map(self._find_wanted, members) if one is not None]
-        if not asking:
-            return NO_COPIES
-        rows = min(one.row_limit for one in asking) - len(members)
-        shares = share_rows([one.length + one.branch for one in asking], rows)
+        asking = list[tuple[DecodingSlot, int, int]]()  # with the tokens of a chain, and those of its branch
+        wanted = list[int]()
+        row_limit = MOST_ROWS
+        for member in members:
+            effect, state = member
+            copying = effect.copying
+            group = self.find_class(effect, state)
+            if group < 0 or copying is None:
+                continue
+            length = min(copying.counts[group], self._count_room(member))
+            if length <= 0:
+                continue
+            asking.append((member, length, copying.branches[group]))
+            wanted.append(length + copying.branches[group])
+            row_limit = min(row_limit, copying.rows)
         chains: dict[int, Tokens] = {}
         branches: dict[int, Branch] = {}
-        for one, share in zip(asking, shares, strict=True):
-            effect, state = one.member
+        for (member, wanted_length, branch_length), share in zip(
+            asking, share_rows(wanted, row_limit - len(members)), strict=True
+        ):
+            effect, state = member
             slot = effect.slot
-            length = min(one.length, share)
+            length = min(share, wanted_length)
             if not length:
                 continue
             copied = proposer.copy(slot, length)
@@ -154,23 +207,22 @@ class StepCopies:
             if not chain:
                 continue
             chains[slot] = chain
-            if one.branch:
-                fork, tokens = proposer.find_branch(slot, len(copied), min(one.branch, share - length))
-                depth = min(effect.steps, self.capacity - state.valid) - 1
+            if branch_length:
+                fork, tokens = proposer.find_branch(slot, len(copied), min(branch_length, share - length))
+                depth = self._count_room(member)
                 branch = cut_after_stop(tokens, state.stops)[: depth - fork]
                 if branch and fork < len(chain):
                     branches[slot] = Branch(fork, branch)
         return CopiedTexts(chains, branches)
 
-    def _find_wanted(self, member: DecodingSlot) -> WantedCopies | None:
-        """Return what a member would copy if the step had rows for all; None if it copies nothing."""
-        effect, state = member
-        copying = effect.copying
-        group = self.find_class(effect, state)
-        if group < 0 or copying is None:
-            return None
-        length = min(copying.counts[group], effect.steps - 1, self.capacity - state.valid - 1)
-        return WantedCopies(member, length, copying.branches[group], copying.rows) if length > 0 else None
+    def _count_room(self, member: DecodingSlot) -> int:
+        """Return how many tokens a member may copy: the launch and the slot must have room for one more."""
+        return min(member.effect.steps, self.capacity - member.state.valid) - 1
+
+    @property
+    def has_matching_text(self) -> bool:
+        """Has the last search of any text found something? If not, no request copies anything in its next step."""
+        return bool(self._matching)
 
     def has_match(self, members: Iterable[CopyingMember]) -> bool:
         """Would one of these copy text in its next step?"""
@@ -202,16 +254,16 @@ class StepCopies:
         return group if group >= 0 and copying.counts[group] else -1
 
 
-def asks_for_matches(effect: RunDecode) -> bool:
-    """May the request copy text in the step after this one?
-
-    It has a rule for copies, or this is its last step before the core may give it one.
+def find_next_step(step: int, unmatched: int, members: int, *, has_matched: bool) -> int:
+    """Return the number of the step behind this one after which a text is searched again. Arguments: as in
+    `choose_search_gap`.
     """
-    return effect.copying is not None or effect.steps <= 1
+    gap = choose_search_gap(unmatched, members, has_matched=has_matched)
+    return (step // gap + 1) * gap
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
     """Return the tokens up to the first one that ends the answer."""
-    if stops.isdisjoint(tokens):
+    if not stops or stops.isdisjoint(tokens):
         return tokens
     return next(tokens[: at + 1] for at, token in enumerate(tokens) if token in stops)

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
-from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, Branch, IndexedText, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, Branch, IndexedText, TextMatcher
 from effects.ids import Tokens
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed: 2 MB, some 5 ms
@@ -43,13 +43,14 @@ SHORTEST_ANSWER = 16  # tokens; a shorter answer is not archived
 class SlotText:
     """The text of a slot for one request. answer_start: the first token of `state.tokens` that was decoded here.
 
-    read: tokens of `state.tokens` that the text has, or left out at its beginning.
+    text: None until it is searched for the first time, since many texts never are. read: tokens of `state.tokens` that
+    the text has, or left out at its beginning.
     """
 
     state: SlotState
-    text: IndexedText
     answer_start: int
     read: int
+    text: IndexedText | None = None
     is_archived: bool = False
 
 
@@ -64,7 +65,8 @@ class SuffixProposer:
     @property
     def nbytes(self) -> int:
         """The bytes of host memory that all texts take."""
-        return sum(one.text.nbytes for one in self._texts.values()) + sum(one.nbytes for one in self._archives.values())
+        texts = (one.text.nbytes for one in self._texts.values() if one.text is not None)
+        return sum(texts) + sum(one.nbytes for one in self._archives.values())
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Return for each slot how many tokens before the next one agree with an earlier position, at most 64.
@@ -76,13 +78,14 @@ class SuffixProposer:
             (slot, state), *_ = slots
             known = self._texts.get(slot)
             tokens = state.tokens
-            if known is not None and known.state is state and len(tokens) == known.read + 1:
+            if known is not None and known.state is state and len(tokens) == known.read + 1 and known.text:
                 known.read += 1
                 found = self.matcher.match_next(known.text, tokens[-1], self._archives.get(state.salt))
                 return [0 if has_ended(state) else found]
         texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
         self.matcher.match(texts)
-        return [0 if has_ended(state) else own.matched for (_, state), (own, _) in zip(slots, texts, strict=True)]
+        pairs = zip(slots, texts, strict=True)
+        return [0 if state.tokens[-1] in state.stops else own.matched for (_, state), (own, _) in pairs]
 
     def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         """Index what these slots have of their texts, so that `find_matches` need not do it after a step."""
@@ -109,20 +112,24 @@ class SuffixProposer:
     def read_match(self, slot: int, state: SlotState) -> int:
         """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
         known = self._texts.get(slot)
-        return 0 if known is None or known.state is not state or known.read != len(state.tokens) else known.text.matched
+        if known is None or known.state is not state or known.text is None or known.read != len(state.tokens):
+            return 0
+        return known.text.matched
 
     def copy(self, slot: int, count: int) -> Tokens:
         """Return up to `count` tokens that followed at the position of that match."""
-        return self._texts[slot].text.copy(count)
+        text = self._texts[slot].text
+        return () if text is None else text.copy(count)
 
     def find_branch(self, slot: int, chain: int, count: int) -> Branch:
         """Return how else the text could go on where `chain` tokens were copied: at most `count` tokens."""
-        return self._texts[slot].text.find_branch(chain, count)
+        text = self._texts[slot].text
+        return NO_BRANCH if text is None else text.find_branch(chain, count)
 
     def count_on_branch(self, slot: int) -> int:
         """Return how many tokens of the last step stand on the branch of the match before it (`Decoded.on_branch`)."""
         known = self._texts.get(slot)
-        return 0 if known is None else known.text.on_branch
+        return 0 if known is None or known.text is None else known.text.on_branch
 
     def _begin_text(self, slot: int, state: SlotState) -> SlotText:
         """Begin the text of another request in the slot, without any token yet. The answer before it is archived."""
@@ -130,7 +137,7 @@ class SuffixProposer:
         if known is not None:
             self._archive_answer(known)
         count = len(state.tokens)
-        begun = SlotText(state, self.matcher.make_text(), count - 1, max(0, count - MOST_TEXT))
+        begun = SlotText(state, count - 1, max(0, count - MOST_TEXT))
         self._texts[slot] = begun
         return begun
 
@@ -140,10 +147,13 @@ class SuffixProposer:
         tokens = state.tokens
         if known is None or known.state is not state:
             known = self._begin_text(slot, state)
+        text = known.text
+        if text is None:
+            text = known.text = self.matcher.make_text()
         if len(tokens) > known.read:
-            known.text.append(tokens[known.read :])
+            text.append(tokens[known.read :])
             known.read = len(tokens)
-        return known.text
+        return text
 
     def _archive_answer(self, ended: SlotText) -> None:
         """Add the answer of a request that has ended to the archive of its salt, once."""

@@ -212,14 +212,14 @@ def test_tokens_of_launches_that_copy_nothing_are_searched_and_archived_later():
     copies = StepCopies(proposer, 999)
     for token in [*range(100, 140), 0]:
         first.tokens.append(token)
-        assert copies.find_matches([(0, first)], is_asked=False) == [0]
+        assert copies.find_matches([a_member(0, first, None)]) == [0]
     later = a_state([9, *range(110, 115)], 2)
-    assert copies.find_matches([(0, later)], is_asked=False) == [0], "there is a match, but nobody asks for it"
+    assert copies.find_matches([a_member(0, later, None)]) == [0], "there is a match, but nobody asks for it"
     assert copies.choose([a_member(0, later, a_rule(4))]).chains == {}
     later.tokens += [115, 116]
-    assert copies.find_matches([(0, later)], is_asked=True) == [7]
+    assert copies.find_matches([a_member(0, later, a_rule(4))]) == [7]
     assert copies.choose([a_member(0, later, a_rule(4))]).chains == {0: (117, 118, 119, 120)}
-    assert copies.find_matches([(0, later)], is_asked=False) == [0]
+    assert copies.find_matches([a_member(0, later, None)]) == [0]
     assert copies.choose([a_member(0, later, a_rule(4))]).chains == {}, "the match is an old one now"
 
 
@@ -239,8 +239,9 @@ def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps
     copies = StepCopies(SuffixProposer(matcher()), capacity)
     text = [*range(1, 40), 5, 6, 7, 8, 9]
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
-    copies.find_matches(list(enumerate(states)), is_asked=True)
-    found = copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
+    members = [a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)]
+    copies.find_matches(members)
+    found = copies.choose(members)
     assert not found.branches
     return found.chains
 
@@ -265,14 +266,13 @@ def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch
     monkeypatch.setattr(
         SuffixProposer, "read_match", lambda proposer, slot, state: asked.append(slot) or read(proposer, slot, state)
     )
-    assert copies.find_matches(list(enumerate(states)), is_asked=True) == [0, 0]
+    assert copies.find_matches(members) == [0, 0]
     assert (copies.choose(members).chains, [copies.find_class(*one) for one in members], asked) == ({}, [-1, -1], [])
     states[1].tokens += range(105, 109)
-    assert copies.find_matches([(1, states[1])], is_asked=True) == [4]
-    members[1] = a_member(1, states[1], a_rule(9))
+    assert copies.find_matches(members[1:]) == [4]
     assert (copies.choose(members).chains, asked) == ({1: tuple(range(109, 118))}, [1])
     states[1].tokens.append(7000)
-    assert copies.find_matches(list(enumerate(states)), is_asked=True) == [0, 0]
+    assert copies.find_matches(members) == [0, 0]
     assert (copies.choose(members).chains, asked) == ({}, [1])
 
 

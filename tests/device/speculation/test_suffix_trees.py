@@ -196,13 +196,12 @@ def test_a_chain_with_a_branch_is_a_tree_in_depth_first_order(fork):
 def copies_of(rule: Copying, count: int = 1, *, stops=frozenset(), steps=50, capacity=999) -> dict[int, Tree]:
     copies = StepCopies(SuffixProposer(matcher()), capacity)
     states = [a_state(list(TWO_WAYS), request, stops=stops) for request in range(count)]
-    copies.find_matches(list(enumerate(states)), is_asked=True)
-    found = copies.choose(
-        [
-            DecodingSlot(RunDecode(SlotId(slot), state.valid, state.tokens[-1], steps=steps, copying=rule), state)
-            for slot, state in enumerate(states)
-        ]
-    )
+    members = [
+        DecodingSlot(RunDecode(SlotId(slot), state.valid, state.tokens[-1], steps=steps, copying=rule), state)
+        for slot, state in enumerate(states)
+    ]
+    copies.find_matches(members)
+    found = copies.choose(members)
     return {slot: found.build_tree(slot, TWO_WAYS[-1]) for slot in found.chains}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from struct import Struct
 
-import numpy as np
 from attrs import define, field, frozen
-from numpy.typing import NDArray
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.interfaces.text_matching import (
@@ -25,6 +24,11 @@ MOST_COMPARED = 32  # places of a text and of an archive (texts.h)
 LONG_INDEX = 1024  # new tokens that are indexed without the interpreter, because that takes 40 microseconds or more
 # By the number of tokens to read: slices of ctypes take twice as long, since they make one number after the other.
 READ_TOKENS = tuple(Struct(f"{count}i").unpack_from for count in range(MOST_COPIED + 1))
+
+
+def make_ints(count: int = 0) -> array[int]:
+    """Return an array of `count` zeros of 32 bits."""
+    return array("i", bytes(4 * count))
 
 
 class TextOf(ctypes.Structure):
@@ -75,9 +79,9 @@ class NativeText:
     address: int = field(init=False)  # of `described`
     match_address: int = field(init=False)  # of `found`
     alone: ctypes.Array[ctypes.c_void_p] = field(init=False)  # that address, as the only one of a search
-    _tokens: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
-    _earlier: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
-    _newest: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
+    _tokens: array[int] = field(init=False, factory=make_ints)
+    _earlier: array[int] = field(init=False, factory=make_ints)
+    _newest: array[int] = field(init=False, factory=make_ints)
     _count: int = field(init=False, default=0)
     _room: int = field(init=False, default=0)
 
@@ -111,7 +115,7 @@ class NativeText:
 
     @property
     def nbytes(self) -> int:
-        return self._tokens.nbytes + self._earlier.nbytes + self._newest.nbytes
+        return self._tokens.itemsize * (len(self._tokens) + len(self._earlier) + len(self._newest))
 
     def append(self, tokens: Sequence[int]) -> None:
         first = self._count
@@ -121,27 +125,30 @@ class NativeText:
         if count == first + 1:
             self._tokens[first] = tokens[0]
         else:
-            self._tokens[first:count] = tokens
+            # A list takes half of the time that another sequence takes.
+            fresh = make_ints()
+            fresh.fromlist(tokens if isinstance(tokens, list) else list(tokens))
+            self._tokens[first:count] = fresh
             self.is_long = self.is_long or len(tokens) >= LONG_INDEX
         self._count = count
         self.described.count = count
 
     def read_tail(self, count: int) -> Tokens:
-        return tuple(self._tokens[max(0, self._count - count) : self._count].tolist())
+        return tuple(self._tokens[max(0, self._count - count) : self._count])
 
     def _grow(self, count: int) -> None:
         """Make room for twice as many tokens. The index is built again, since its hashes become longer."""
         room = 1 << max(FIRST_ROOM, 2 * count - 1).bit_length() - 1
-        tokens = np.empty(room, np.int32)
+        tokens = make_ints(room)
         tokens[: self._count] = self._tokens[: self._count]
         self._tokens = tokens
         self._room = room
-        self._earlier = np.empty(room, np.int32)
-        self._newest = np.zeros(room, np.int32)
+        self._earlier = make_ints(room)
+        self._newest = make_ints(room)
         described = self.described
-        described.tokens = self._tokens.ctypes.data
-        described.earlier = self._earlier.ctypes.data
-        described.newest = self._newest.ctypes.data
+        described.tokens, _ = self._tokens.buffer_info()
+        described.earlier, _ = self._earlier.buffer_info()
+        described.newest, _ = self._newest.buffer_info()
         described.indexed = 0
         self.is_long = self._count >= LONG_INDEX
         described.bits = room.bit_length() - 1
