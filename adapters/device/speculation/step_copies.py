@@ -15,7 +15,7 @@ from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepM
 from adapters.device.speculation.proposer import NO_COPIES, CopiedTexts, DecodingSlot, TextProposer
 from adapters.models.kernels.interfaces.text_matching import Branch
 from effects.decode import RunDecode, choose_search_gap, find_match_class, share_rows
-from effects.ids import Tokens
+from effects.ids import SlotId, Tokens
 
 MOST_STEPS = 1 << 62  # no step has this number
 MOST_ROWS = 1 << 30  # no step has as many rows
@@ -121,7 +121,7 @@ class StepCopies:
         assert self.proposer is not None
         step = self._steps
         count = len(members)
-        due = list[tuple[int, SlotState]]()
+        due = list[tuple[SlotId, SlotState]]()
         searches = list[TextSearch]()  # of those that are due
         next_search = MOST_STEPS
         for member in asking:
