@@ -205,6 +205,6 @@ async def test_a_dead_end_is_told(site: Site) -> None:
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (422, "form_dead_end")
     assert response.headers["x-should-retry"] == "false"
-    assert "within the form that was asked for" in error["message"]
+    assert "in the requested form" in error["message"]
     _, events = await stream(site, COMPLETIONS, {"prompt": "x", "max_tokens": 8, "guided_regex": "a+"})
     assert json.loads(events[-1])["error"]["code"] == "form_dead_end"
