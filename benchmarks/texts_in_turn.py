@@ -1,6 +1,6 @@
 """Copies of earlier text (`--draft suffix`) against plain servers, request by request on the same two cores.
 
-    python -m benchmarks.texts_in_turn [--kinds new,edits,code] [--streams 1] [--rounds 60] [--cores 0,1] [--record]
+    python -m benchmarks.texts_in_turn [--kinds new,edits,code] [--streams 1] [--rounds 60] [--starts 1] [--record]
     python -m benchmarks.texts_in_turn --one-server [--kinds new,edits] [--streams 16] [--rounds 60] [--record]
 
 Three servers run in processes of their own, all on the same cores: two plain ones and one that copies. A round asks
@@ -9,7 +9,8 @@ round shows does not depend on cores, on the order, or on what disturbs the mach
 one ratio of wall times and one of processor times: the mean of both plain servers over the server that copies. The
 control is the ratio of both plain servers. A median is given with the interval that holds it in 95 of 100 drawings of
 as many rounds (bootstrap). Texts and salts are those of `benchmarks.copied_text --side-by-side`; one round before all
-others is not counted.
+others is not counted. Each start of the servers is another sample of where their memory lies, so --starts adds up the
+rounds of several.
 
 --one-server: a single server that copies takes all three turns, and in two of them the requests turn proposals off. Two
 servers with the same work differ by more than copies cost, for instance because their memory lies elsewhere. A server
@@ -127,37 +128,47 @@ def as_turn_of(name: str, batch: Any) -> Any:
 
 
 def measure(given: argparse.Namespace) -> list[Row]:
+    """Return a row for each kind and number of streams, from the rounds of all starts."""
     counts = [int(count) for count in given.streams.split(",")]
     given.found, given.vocab = load_edits(given.texts, given.edits), read_vocab()
     given.asked = prompts(["code"], CODE_PROMPTS, 256)["code"] if "code" in given.kinds else []
+    rounds: dict[tuple[str, int], list[Round]] = {
+        (kind, streams): [] for kind in given.kinds.split(",") for streams in counts
+    }
+    for start in range(given.starts):
+        ask_started(given, rounds, start * (given.rounds + 1))
+    return [
+        {"kind": kind, "streams": streams, **compare(f"{KINDS[kind]}, {streams} streams", found)}
+        for (kind, streams), found in rounds.items()
+    ]
+
+
+def ask_started(given: argparse.Namespace, rounds: Mapping[tuple[str, int], list[Round]], first: int) -> None:
+    """Start the servers, and add the rounds that they answer. first: the number of the first round's texts."""
     cores = parse_cores(given.cores, 1)
-    rows = list[Row]()
     started = ("copies",) if given.one_server else NAMES
     sets = cores * len(started)
     with TemporaryDirectory() as home, start_servers(started, "benchmarks.text_server", sets, Path(home)) as servers:
-        own = {"model": given.model, "threads": given.threads or len(cores[0]), "slots": max(given.slots, *counts)}
+        most = max(streams for _, streams in rounds)
+        own = {"model": given.model, "threads": given.threads or len(cores[0]), "slots": max(given.slots, most)}
         for name in started:  # one after the other, so that each is alone when it measures what its steps cost
             servers.workers[name].ask({"draft": SERVERS[name], **own})
-        for kind in given.kinds.split(","):
-            for streams in counts:
-                rounds = list[Round]()
-                for number, order in zip(range(given.rounds + 1), cycle(permutations(NAMES)), strict=False):
-                    batches = draw_texts(kind, streams, number, given)
-                    found = ask_in_turn(servers, batches, order, one_server=given.one_server)
-                    shown = {name: asdict(one) for name, one in found.items()}
-                    print(json.dumps({"what": KINDS[kind], "streams": streams, **shown}), flush=True)
-                    if number:
-                        rounds.append(found)
-                rows.append({"kind": kind, "streams": streams, **compare(f"{KINDS[kind]}, {streams} streams", rounds)})
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+        for (kind, streams), kept in rounds.items():
+            for number, order in zip(range(given.rounds + 1), cycle(permutations(NAMES)), strict=False):
+                batches = draw_texts(kind, streams, first + number, given)
+                found = ask_in_turn(servers, batches, order, one_server=given.one_server)
+                shown = {name: asdict(one) for name, one in found.items()}
+                print(json.dumps({"what": KINDS[kind], "streams": streams, **shown}), flush=True)
+                if number:
+                    kept.append(found)
 
 
 def main() -> None:
     parser = server_parser(__doc__)
     parser.add_argument("--kinds", default="new,edits,code")
     parser.add_argument("--streams", default="1,16")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=60, help="of each start")
+    parser.add_argument("--starts", type=int, default=1, help="how often the servers are started anew")
     parser.add_argument("--tokens", type=int, default=256, help="of answers, but edits of one stream are whole")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="of new text; 0: 256")
     parser.add_argument("--edits", type=int, default=24, help="edits that are looked for")
