@@ -377,34 +377,43 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
 @pytest.mark.parametrize(("gated", "beside"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("rows", [5, 24])
 def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated, beside):
-    outputs, depth = 72, 320
-    x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2, scale=0.1)
-    out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
-    launch(
-        few.linear_ahead, (2, 2), rows, Descriptor(w, (64, 64)), Descriptor(x, (16, 64)), Pointer(out), rows, outputs,
-        depth, out.stride(0), STAGES=3, GATED=gated, BESIDE=beside, TALL_ROWS=False, PDL=True, num_warps=4,
-    )  # fmt: skip
-    expected = multiply(x, w.T, torch.zeros(rows, outputs))
-    if gated:
-        expected = few._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
-    assert torch.equal(out, expected.to(BF16))
+    found, expected = multiply_few_rows(few, rows, BF16, (2, 2), (64, 16), GATED=gated, BESIDE=beside, TALL_ROWS=False)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("gated", "dtype"), [(False, BF16), (True, BF16), (False, torch.float32)])
 def test_rows_as_the_tall_operand_give_the_same_chains(few, gated, dtype):
     """Results that are written as float32 have been rounded to the type of the weight."""
-    rows, outputs, depth = 50, 72, 320
+    found, expected = multiply_few_rows(few, 50, dtype, (3, 1), (32, 64), GATED=gated, BESIDE=False, TALL_ROWS=True)
+    assert torch.equal(found, expected)
+
+
+def multiply_few_rows(few, rows, dtype, grid, tile, **constants):
+    """Return what `linear_ahead` writes as `dtype`, and the same from chains. tile: rows of the weight, and of x."""
+    outputs, depth = 72, 320
+    gated = constants["GATED"]
     x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2, scale=0.1)
     out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=dtype)
+    weights, inputs = (Descriptor(matrix, (height, 64)) for matrix, height in zip((w, x), tile, strict=True))
+    sizes = (rows, outputs, depth, out.stride(0))
     launch(
-        few.linear_ahead, (3, 1), rows, Descriptor(w, (32, 64)), Descriptor(x, (64, 64)), Pointer(out), rows, outputs,
-        depth, out.stride(0), STAGES=3, GATED=gated, BESIDE=False, TALL_ROWS=True, PDL=True, num_warps=4,
-    )  # fmt: skip
+        few.linear_ahead,
+        grid,
+        rows,
+        weights,
+        inputs,
+        Pointer(out),
+        *sizes,
+        STAGES=3,
+        PDL=True,
+        num_warps=4,
+        **constants,
+    )
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
         expected = few._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
-    assert torch.equal(out, expected.to(BF16).to(dtype))
+    return out, expected.to(BF16).to(dtype)
 
 
 @pytest.mark.timeout(120)

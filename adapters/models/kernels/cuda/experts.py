@@ -1,9 +1,9 @@
 """Launches of a layer of experts on a CUDA device: six as a rule, however many experts there are.
 
-They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. A gate
-that no product has built in, down tiles of another height, and zeros for a missing correction are one more each, and so
-is gathering rows for a product of many packed pairs. A shared expert adds its own products. One row needs no tiles.
-Nothing waits for the host if all experts are on the device.
+They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. There is
+one more for each of these: a gate that no product has built in, down tiles of another height, zeros for a missing
+correction, and gathering rows for a product of many packed pairs. A shared expert adds its own products. One row needs
+no tiles. Nothing waits for the host if all experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to

@@ -97,8 +97,8 @@ def _unpack_ring(
     """Unpack tiles of keys or of values in order, each as soon as its slot of the ring is free.
 
     come, free: the ring's barriers. codes, scales: memory for COPIES tiles of codes and of their scales. rows: the
-    slot's pages, its first row where rows are not paged, the key head, the program's first tile, how many it has, and
-    the first and the last key that it sees.
+    slot's pages, its first row where rows are not paged, and the key head. Then come the program's first tile, how many
+    it has, and the first and the last key that it sees.
     """
     tiles = rows[4]
     for ahead in gl.static_range(COPIES):

@@ -5,9 +5,8 @@ brings keys and values, and two consumers compute 64 rows each from them.
 
 A consumer keeps two sums of 64 rows of 256 numbers: that of the split it is at, and the fold of all splits before. Both
 do not fit into the registers of four warps. So one half of the fold is in shared memory, and is touched where a split
-ends. Two consumers read each tile of keys and values for 128 rows. With one consumer of eight warps, as in
-`hopper_chain`, the second-level cache had to deliver twice the bytes for as many rows, and each of two warp groups
-computed the scores of all rows.
+ends. Two consumers read each tile of keys and values for 128 rows. `hopper_chain` has one of eight warps. There
+the second-level cache has to deliver twice the bytes for as many rows, and both warp groups compute all scores.
 
 There is no room for two tiles of scores, so a consumer waits for its products. The products of the other one fill that
 time. Keys and values take turns in one ring.
