@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 PREFIX = "recent-"
-MAGIC = b"rekindle-recent-1\n"
+ANY_MAGIC = b"rekindle-recent-"  # of every version
+MAGIC = ANY_MAGIC + b"1\n"
 BODY = struct.Struct("<QQI")
 MAX_PROMPTS = 256  # prompts
 MAX_BYTES = 64 << 20  # of packed tokens

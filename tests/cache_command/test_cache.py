@@ -232,6 +232,16 @@ def test_gc_removes_what_verify_finds_damaged(path: Path, damage: Callable[[Path
     assert main(["cache", "verify", str(path)]) == 0
 
 
+def test_gc_leaves_recent_prompts_of_a_newer_version(path: Path) -> None:
+    newer = path / f"recent-{'0' * 32}"
+    newer.write_bytes(b"rekindle-recent-2\nmore")
+    assert main(["cache", "gc", str(path)]) == 0
+    assert newer.read_bytes() == b"rekindle-recent-2\nmore"
+    newer.write_bytes(b"rekindle-rotten")
+    assert main(["cache", "gc", str(path)]) == 0
+    assert not newer.exists()
+
+
 def test_gc_takes_nothing_that_only_looks_like_ours(path: Path) -> None:
     theirs = ["damaged-car.jpg", ".new-hope.mkv", "recent-invoices.txt"]
     for name in theirs:

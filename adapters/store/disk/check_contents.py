@@ -143,8 +143,13 @@ def parse_span(about: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_recents(folder: PrivateFolder, name: str) -> None:
-    """Check a file of recent prompts. A torn end is no damage, since a kill leaves one. Raises Damaged, OSError."""
+    """Check a file of recent prompts. A torn end is no damage, since a kill leaves one. Raises Damaged, Newer, OSError.
+
+    There is no version before the present one.
+    """
     raw = read_whole(folder, name, MAX_FILE_BYTES)
+    if raw.startswith(recent_prompts.ANY_MAGIC) and not raw.startswith(recent_prompts.MAGIC):
+        raise Newer
     recents = RecentPrompts(max_bytes=MAX_FILE_BYTES)
     if raw and not recent_prompts.restore_prompts(raw, recents) and not len(recents):
         raise Damaged("no recent prompts can be read from it")
