@@ -33,11 +33,12 @@ def gather_rows(
 ):
     """Compute out[i] = x[pairs[i] // SHARE]. Behind the pairs of all experts are any numbers, and rows of no use.
 
-    A warp has BLOCK columns of a row.
+    A warp has BLOCK columns of a row. It first waits for the tiles, and only then lets the product start: kernels
+    behind the product read the choice of experts, or tiles, before they wait.
     """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     m = gl.program_id(0) * num_warps + gl.arange(0, num_warps, layout=gl.SliceLayout(1, LANES))[:, None]
     k = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LANES))[None, :]
