@@ -114,12 +114,15 @@ def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> Non
 
     held: as in `check_slots`.
     """
-    on_lanes = [one.request for lane in world.lanes.values() for one in (*lane.waiting, *lane.running)]
+    on_lanes = [
+        effect_request.request for lane in world.lanes.values() for effect_request in (*lane.waiting, *lane.running)
+    ]
     assert len(set(on_lanes)) == len(on_lanes), "a request has two effects on devices"
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
     for lane in world.lanes.values():
         stuck = all(
-            isinstance(one.effect, RunDecode) and one.request in world.slots.short_of_pages for one in lane.waiting
+            isinstance(effect_request.effect, RunDecode) and effect_request.request in world.slots.short_of_pages
+            for effect_request in lane.waiting
         )
         assert bool(lane.running) or stuck, "a lane idles although something waits"
         assert not is_blocking(lane), "a launch goes on although something waits for its end"

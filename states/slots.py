@@ -248,19 +248,23 @@ def assign_checkpoints(
         return slots, lane, launched
     chosen = dict[RequestId, EffectRequest]()
     taken = frozenset(find_kept_places(lane.running))
-    for one in launched:
-        if isinstance(one.effect, RunPrefill):
-            slots, chosen[one.request] = assign_checkpoint(slots, one, requests, settings, taken)
-            taken = taken.union(find_kept_places([chosen[one.request]]))
-    running = tuple(chosen.get(one.request, one) for one in lane.running)
-    return slots, evolve(lane, running=running), tuple(chosen.get(one.request, one) for one in launched)
+    for effect_request in launched:
+        if isinstance(effect_request.effect, RunPrefill):
+            slots, chosen[effect_request.request] = assign_checkpoint(slots, effect_request, requests, settings, taken)
+            taken = taken.union(find_kept_places([chosen[effect_request.request]]))
+    running = tuple(chosen.get(effect_request.request, effect_request) for effect_request in lane.running)
+    return (
+        slots,
+        evolve(lane, running=running),
+        tuple(chosen.get(effect_request.request, effect_request) for effect_request in launched),
+    )
 
 
 def find_kept_places(effect_requests: Iterable[EffectRequest]) -> Iterator[CheckpointId]:
     """Yield the checkpoints that keep the states after prefills among these effects."""
-    for one in effect_requests:
-        if isinstance(one.effect, RunPrefill) and one.effect.device_checkpoint is not None:
-            yield one.effect.device_checkpoint
+    for effect_request in effect_requests:
+        if isinstance(effect_request.effect, RunPrefill) and effect_request.effect.device_checkpoint is not None:
+            yield effect_request.effect.device_checkpoint
 
 
 def record_checkpoint(

@@ -48,7 +48,10 @@ class Redactor:
             case ForRequest(request, event):
                 envelope = evolve(envelope, happened=ForRequest(request, self.redact_event(request, event)))
             case ForLaunch(outcomes):
-                redacted = tuple(evolve(one, outcome=self.redact_outcome(one.request, one.outcome)) for one in outcomes)
+                redacted = tuple(
+                    evolve(outcome, outcome=self.redact_outcome(outcome.request, outcome.outcome))
+                    for outcome in outcomes
+                )
                 envelope = evolve(envelope, happened=ForLaunch(redacted))
             case ForEngine() | ForModel():
                 pass
