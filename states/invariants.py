@@ -23,15 +23,15 @@ from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
     Done,
     Draining,
-    Held,
-    Leaving,
     New,
     Prefilling,
     Recovering,
+    ReleasingState,
     RequestRemainder,
     Restoring,
     Snapshotting,
     State,
+    StateWithSlot,
     Waiting,
     Yielding,
     get_remainder,
@@ -46,7 +46,9 @@ from states.world import World
 
 def check_world(world: World) -> None:
     """Raise AssertionError, with what does not hold."""
-    held = {request: get_remainder(state) for request, state in world.requests.items() if isinstance(state, Held)}
+    held = {
+        request: get_remainder(state) for request, state in world.requests.items() if isinstance(state, StateWithSlot)
+    }
     check_slots(world, held)
     check_checkpoints(world)
     check_pages(world)
@@ -200,7 +202,7 @@ def check_pages(world: World) -> None:
             "a page leaks"
         )
         state = world.requests.get(slot.holder) if slot.holder is not None else None
-        if state is not None and not isinstance(state, Leaving | Waiting):
+        if state is not None and not isinstance(state, ReleasingState | Waiting):
             rows = get_remainder(state).slot_lease.rows  # type: ignore[arg-type] # it holds a slot
             own = slot.pages[rows // settings.page :]
             assert all(holders[page] == 1 for page in own), "a page is written that another slot reads"
