@@ -33,11 +33,11 @@ from states.policy import Decision
 from states.rates import Rates
 from states.request_states import (
     Draining,
-    StateWithSlot,
     Prompt,
     Recovering,
     RequestRemainder,
     Restoring,
+    StateWithSlot,
     Waiting,
     Yielding,
     get_remainder,
