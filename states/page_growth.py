@@ -110,7 +110,7 @@ def grow_waiting_steps(
     if held:
         # A step that waits for pages waits until another request ends, and a launch that continues alone would not
         # stop then. So the others take one step each.
-        ready = [limit_steps(one, 1) for one in ready]
+        ready = [limit_steps(effect_request, 1) for effect_request in ready]
     return slots, with_effect_requests(lane, tuple(ready), lane.running), tuple(held)
 
 
@@ -141,7 +141,7 @@ def take_pages(
     None: there are too few, or some running request could not be sure to end any more.
     """
     jobs = list_running_jobs(slots, requests)
-    claims = {one: (slots.slots[one].pages, pages.compute_claim(settings, job)) for one, job in jobs.items()}
+    claims = {holder: (slots.slots[holder].pages, pages.compute_claim(settings, job)) for holder, job in jobs.items()}
     held, claim = claims[number]
     for evicted in (None, *list_evictable(slots)):
         slots = slots if evicted is None else forget_rows(slots, evicted)
