@@ -71,7 +71,7 @@ class StreamBroken(Exception):
     """The answer is not what a server should send. The message is one line."""
 
 
-class Answer(Protocol):
+class StreamedAnswer(Protocol):
     """An answer over HTTP, as `httpx2.Response` is one."""
 
     @property
@@ -83,7 +83,7 @@ class Answer(Protocol):
 
 
 async def read_chunks(
-    answer: Answer, clock: Callable[[], float] = time.perf_counter
+    answer: StreamedAnswer, clock: Callable[[], float] = time.perf_counter
 ) -> AsyncGenerator[tuple[float, Chunk]]:
     """Yield each event with the time when it came, in seconds of the clock, until the answer ends.
     Raises StreamBroken.

@@ -18,7 +18,7 @@ CHUNKS = b"4\r\none \r\n10;name=value\r\ntwo\r\n\r\nand three\r\n0\r\nTrailer: 1
 BODY = b"one two\r\n\r\nand three"
 
 
-class Peer:
+class AnsweringPeer:
     """A server that answers each request with these bytes, in parts of `size` bytes, and counts connections."""
 
     def __init__(self, answer: bytes, size: int = 1 << 16, *, closes: bool = False) -> None:
@@ -68,7 +68,7 @@ class Peer:
     ids=["chunks", "length", "continue"],
 )
 def test_answers_are_whole_however_they_are_cut_and_the_connection_stays_open(answer: bytes, size: int) -> None:
-    peer = Peer(answer, size)
+    peer = AnsweringPeer(answer, size)
     assert anyio.run(peer.ask, 3) == [(200, BODY)] * 3
     assert peer.connections == 1
     head = peer.requests[0]
@@ -77,7 +77,7 @@ def test_answers_are_whole_however_they_are_cut_and_the_connection_stays_open(an
 
 
 def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
-    peer = Peer(OK + b"\r\n" + BODY, closes=True)
+    peer = AnsweringPeer(OK + b"\r\n" + BODY, closes=True)
     assert anyio.run(peer.ask, 2) == [(200, BODY)] * 2
     assert peer.connections == 2
 
@@ -96,7 +96,7 @@ def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
     ],
 )
 def test_an_answer_that_breaks_off_says_how(answer: bytes, closes: bool, said: str) -> None:
-    peer: Any = Peer(answer, closes=closes)
+    peer: Any = AnsweringPeer(answer, closes=closes)
     with pytest.raises(StreamBroken, match=said):
         anyio.run(peer.ask, 1, 0.2)
 
