@@ -125,10 +125,10 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     if goes_on and lane.running[0].request != answer.request:
         return lane  # most outcomes end here: only those of a step's first member are counted
     step_change = 0
-    if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):
+    if may_change_proposing_steps(lane, answer.outcome) and is_first_of_step(lane, answer.request):
         step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if goes_on:
-        if copies_were_considered(lane) and len(lane.running) != lane.member_count:
+        if len(lane.running) != lane.member_count and copies_were_considered(lane):
             # Members have ended, and the others go on: their steps are counted again from the next one on.
             return evolve(lane, member_count=len(lane.running))
         return with_effect_requests(lane, lane.waiting, lane.running, step_change) if step_change else lane
@@ -149,12 +149,19 @@ def copies_were_considered(lane: Lane) -> bool:
     return bool(lane.plan.copying or lane.plan.reason)
 
 
+def may_change_proposing_steps(lane: Lane, outcome: Outcome) -> bool:
+    """May `Lane.proposing_steps` be another number after this outcome? Of most launches, no step proposes anything."""
+    if lane.proposing_steps or not lane.plan.copying:
+        return lane.proposing_steps > 0
+    return not (lane.plan.copies_alone and isinstance(outcome, Decoded) and not outcome.rows)
+
+
 def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
     """Return `Lane.proposing_steps` after an outcome of a launch's first member.
 
     Where only copies are proposed, the outcome says whether its step was a plain one.
     """
-    if not lane.plan.copying or any(lane.plan.proposals) or not isinstance(outcome, Decoded):
+    if not lane.plan.copies_alone or not isinstance(outcome, Decoded):
         return lane.proposing_steps + count_further_steps(outcome)
     return lane.proposing_steps + 1 if outcome.rows else 0
 

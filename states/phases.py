@@ -123,8 +123,7 @@ def choose_without_draft(context: DecisionContext, reason: str) -> Speculation:
     """Return what a request proposes that has no draft: copies of earlier text, or nothing for this reason."""
     if not context.settings.max_copied:
         return ProposesNothing(reason)
-    control = suffix_control.make_control(context.settings, context.rates)
-    return MayPropose(evolve(control, widths=(), gains=()), reason)
+    return MayPropose(suffix_control.make_control(context.settings, context.rates, has_draft=False), reason)
 
 
 def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:

@@ -56,6 +56,11 @@ class Plan:
         return self.price != UNIT or self.charges_measured_time or self.price_doubted
 
     @cached_property
+    def copies_alone(self) -> bool:
+        """May the launch copy text while no draft proposes anything?"""
+        return bool(self.copying) and not any(self.proposals)
+
+    @cached_property
     def is_plain(self) -> bool:
         """Are all steps plain ones, as nothing is proposed or copied?"""
         return not (self.copying or any(self.proposals) or self.charges_plain_steps)

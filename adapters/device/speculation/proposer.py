@@ -188,12 +188,8 @@ class TextProposer(Protocol):
         """
         ...
 
-    def read_match(self, slot: int, state: SlotState) -> int:
-        """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
-        ...
-
     def copy(self, slot: int, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the position of that match."""
+        """Return up to `count` tokens that followed at the position that `find_matches` found for the slot last."""
         ...
 
     def find_branch(self, slot: int, chain: int, count: int) -> Branch:
