@@ -92,6 +92,7 @@ def make_open_slot(
         slot_lease.valid_rows if settings.stateful else 0,
         device_checkpoint,
         job.salt,
+        keeps_answer=job.scope.kind in ("full", "auto"),  # the other scopes limit what of a request may be on disk
     )
 
 

@@ -121,8 +121,10 @@ class DecodeRunner:
         )
 
     def close(self) -> None:
-        """Close the shard. The native steps go first, since they refer to its buffers."""
+        """Close the shard. The native steps go first, since they refer to its buffers. Answers are kept until then."""
         self.native = None
+        if self.text_proposer is not None:
+            self.text_proposer.archive_all()
         self.shard.close()
 
     def can_take_along(self, effect_requests: Sequence[EffectRequest]) -> bool:

@@ -200,6 +200,9 @@ class TextProposer(Protocol):
         """Return `Decoded.on_branch` of the step before which `copy` was called, once `find_matches` was called."""
         ...
 
+    def archive_all(self) -> None:
+        """Keep the answers of all slots for a later server, if anything keeps them. Called at the end."""
+
 
 class Proposer(Protocol):
     """Asks a draft for proposals, and gives it what the target has computed. Every call runs on the lane."""

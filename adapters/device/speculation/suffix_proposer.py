@@ -19,7 +19,8 @@ tokens that followed an earlier occurrence of the same tokens are often right, a
   proposed. So the core knows what branches are worth before it has paid for any.
 
 Invariants: the same tokens in the same order give the same matches and proposals. Everything is in host memory, and
-bounded: MOST_TEXT tokens of a slot (and its answer), MOST_ARCHIVED of a salt, MOST_SALTS salts.
+bounded: MOST_TEXT tokens of a slot (and its answer), MOST_ARCHIVED of a salt, MOST_SALTS salts. An `AnswerKeeper` may
+keep the answers on disk as well, for a later server.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import add
+from typing import Protocol
 
 from attrs import define, field
 
@@ -46,6 +48,18 @@ MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
 MOST_SALTS = 16  # salts that have an archive; the one that was used least recently goes
 LEAD = 8  # tokens before an answer that are archived with it, so that its beginning can be found
 SHORTEST_ANSWER = 16  # tokens; a shorter answer is not archived
+
+
+class AnswerKeeper(Protocol):
+    """Keeps answers for the server that comes after this one."""
+
+    def take_answers(self, salt: str) -> Sequence[Tokens]:
+        """Return the answers with this salt that were kept by earlier servers, the oldest first. Each is given once."""
+        ...
+
+    def keep_answer(self, tokens: Tokens, salt: str) -> None:
+        """Keep an answer. It is written in the background."""
+        ...
 
 
 @define(eq=False)
@@ -93,9 +107,15 @@ class SearchedTexts:
 
 @define(eq=False)
 class SuffixProposer:
-    """Finds matches and copies proposals. Used on the lane of the decode steps only."""
+    """Finds matches and copies proposals. Used on the lane of the decode steps only.
+
+    answers: keeps answers beyond the end of this server; None: nothing does. vocab_size: a kept answer that has another
+    token is not used.
+    """
 
     matcher: TextMatcher
+    answers: AnswerKeeper | None = None
+    vocab_size: int = 1 << 31
     _texts: dict[int, SlotText] = field(init=False, factory=dict[int, SlotText])  # by slot
     _archives: dict[str, IndexedText] = field(init=False, factory=dict[str, IndexedText])  # by salt, oldest use first
     # None after anything was appended to a text or to an archive in another way.
@@ -126,7 +146,7 @@ class SuffixProposer:
     def _gather_texts(self, slots: Sequence[tuple[int, SlotState]]) -> SearchedTexts:
         """Return the texts of these slots, as they are before any token is added."""
         known = [self._find_text(slot, state) for slot, state in slots]
-        texts = [(self._make_text(one), self._archives.get(one.state.salt)) for one in known]
+        texts = [(self._make_text(one), self._find_archive(one.state.salt)) for one in known]
         states = [one.state for one in known]
         stops = frozenset[int]().union(*(state.stops for state in states))
         self._searched = SearchedTexts(states, self.matcher.make_batch(texts), [one.read for one in known], stops)
@@ -155,6 +175,11 @@ class SuffixProposer:
         for known in self._texts.values():
             if not known.is_archived and has_ended(known.state):
                 self._archive_answer(known)
+
+    def archive_all(self) -> None:
+        """Archive all answers, because nothing is decoded any more."""
+        for known in self._texts.values():
+            self._archive_answer(known)
 
     def copy(self, slot: int, count: int) -> Tokens:
         """Return up to `count` tokens that followed at the position that `find_matches` found for the slot last."""
@@ -198,16 +223,31 @@ class SuffixProposer:
         if ended.is_archived or len(state.tokens) - ended.answer_start < SHORTEST_ANSWER:
             return
         ended.is_archived = True
-        answer = state.tokens[max(0, ended.answer_start - LEAD) :][-MOST_ARCHIVED // 2 :]
-        archive = self._archives.pop(state.salt, None)
+        answer = tuple(state.tokens[max(0, ended.answer_start - LEAD) :][-MOST_ARCHIVED // 2 :])
+        self._find_archive(state.salt)  # what earlier servers have kept comes first
+        self._extend_archive(state.salt, answer)
+        if self.answers is not None and state.keeps_answer:
+            self.answers.keep_answer(answer, state.salt)
+
+    def _find_archive(self, salt: str) -> IndexedText | None:
+        """Return the archive of a salt. It begins with the answers that earlier servers have kept."""
+        if salt not in self._archives and self.answers is not None:
+            for answer in self.answers.take_answers(salt):
+                if answer and min(answer) >= 0 and max(answer) < self.vocab_size:
+                    self._extend_archive(salt, answer[-MOST_ARCHIVED // 2 :])
+        return self._archives.get(salt)
+
+    def _extend_archive(self, salt: str, answer: Tokens) -> None:
+        """Add an answer to the archive of a salt. Where it is full, its older half goes."""
+        archive = self._archives.pop(salt, None)
         if archive is None or len(archive) + len(answer) >= MOST_ARCHIVED:
-            # The older half goes. What is left of a text that is cut in two is still text.
+            # What is left of a text that is cut in two is still text.
             newer = () if archive is None else archive.read_tail(MOST_ARCHIVED // 2 - 1)
             archive = self.matcher.make_text()
             archive.append(newer)
         archive.append((*answer, END_OF_TEXT))
         self._searched = None
-        self._archives[state.salt] = archive
+        self._archives[salt] = archive
         if len(self._archives) > MOST_SALTS:
             del self._archives[next(iter(self._archives))]
 

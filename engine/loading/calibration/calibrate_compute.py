@@ -80,6 +80,9 @@ class UnsearchedText:
 
     index_texts = note_tokens
 
+    def archive_all(self) -> None:
+        """There is no answer to keep."""
+
     def copy(self, slot: int, count: int) -> Tokens:  # noqa: ARG002 - of every text
         return (1,) * count
 

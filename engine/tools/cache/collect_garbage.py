@@ -11,9 +11,10 @@ from pathlib import Path
 from attrs import define, frozen
 from rich.console import Console
 
-from adapters.store import index_journal, recent_prompts
+from adapters.store import index_journal
 from adapters.store.block_index import BlockIndex
 from adapters.store.disk import check_contents, survey_folder
+from adapters.store.disk.file_names import LIST_KINDS, format_list_name
 from adapters.store.disk.survey_folder import Survey, SurveyedFile
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from engine.settings.output.formatting import format_bytes
@@ -109,7 +110,8 @@ def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
     if unwanted.identity:
         chosen = choose_removal(each, unwanted.identity)
         removal.left = [one for one in found.kept if one.identity == chosen.name]
-        mine = {recent_prompts.PREFIX + one.origin.hex() for one in each if one.name == chosen.name}
+        origins = [one.origin for one in each if one.name == chosen.name]
+        mine = {format_list_name(kind, origin) for origin in origins for kind in LIST_KINDS.values()}
         others = [one.name for one in found.kept if one.identity != chosen.name]
         removal.add([*others, *(name for name in found.recent_prompts if name not in mine)], "of other identities")
     if unwanted.budget is not None and removal.left:

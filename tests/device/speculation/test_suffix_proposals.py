@@ -23,7 +23,7 @@ from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRA
 from effects.all import EffectRequest
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode, share_rows
 from effects.grammar import Grammar
-from effects.ids import RequestId, SlotId
+from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.prefill import PrefillAdvanced, RunPrefill
 from engine.tools.bench.forced_answer import force_answers
@@ -534,3 +534,61 @@ async def test_a_launch_that_takes_a_prompt_along_copies_nothing_and_ends_at_a_m
     assert text.copied == []
     assert read == PrefillAdvanced(min(14 * taken, 69))
     assert driver.executor.close()
+
+
+# --- answers of earlier servers ---
+
+
+@define
+class Kept:
+    """Implements `AnswerKeeper` in memory."""
+
+    answers: list[tuple[str, Tokens]] = field(factory=list)
+    taken: list[str] = field(factory=list)
+
+    def take_answers(self, salt: str) -> Sequence[Tokens]:
+        self.taken.append(salt)
+        found = [tokens for own, tokens in self.answers if own == salt]
+        self.answers = [one for one in self.answers if one[0] != salt]
+        return found
+
+    def keep_answer(self, tokens: Tokens, salt: str) -> None:
+        self.answers.append((salt, tokens))
+
+
+def test_a_request_copies_the_answers_of_an_earlier_server_with_its_salt_only():
+    kept = Kept([("a", tuple(range(100, 140))), ("b", tuple(range(200, 240)))])
+    proposer = SuffixProposer(matcher(), kept)
+    assert proposer.find_matches([(0, a_state([9, *range(200, 205)], salt="a"))]) == [0]
+    later = a_state([9, *range(110, 115)], 2, salt="a")
+    assert proposer.find_matches([(1, later)]) == [5]
+    assert proposer.copy(1, 3) == (115, 116, 117)
+    assert proposer.find_matches([(0, a_state([9, *range(200, 205)], 3, salt="b"))]) == [5]
+    assert kept.taken == ["a", "b"]
+
+
+def test_answers_with_tokens_that_the_vocabulary_has_not_are_left_out():
+    kept = Kept([("", (1, 2, 3, 4, 99)), ("", (-5, 1, 2, 3, 5)), ("", (1, 2, 3, 6)), ("", ())])
+    proposer = SuffixProposer(matcher(), kept, vocab_size=50)
+    assert proposer.find_matches([(0, a_state([9, 1, 2, 3]))]) == [3]
+    assert proposer.copy(0, 2) == (6,)
+
+
+def test_answers_are_kept_when_they_end_or_when_the_server_does_unless_their_request_says_no():
+    kept = Kept()
+    proposer = SuffixProposer(matcher(), kept)
+    ended = a_state([1, 2], 1, salt="a", stops=frozenset({0}))
+    private = a_state([1, 2], 2, stops=frozenset({0}), keeps_answer=False)
+    running = a_state([1, 2], 3)
+    states = [(0, ended), (1, private), (2, running)]
+    proposer.find_matches(states)
+    for _, state in states:
+        state.tokens += range(100, 130)
+    ended.tokens.append(0)
+    private.tokens.append(0)
+    proposer.find_matches(states)
+    assert kept.answers == [("a", (1, 2, *range(100, 130), 0))]
+    assert proposer.find_matches([(1, a_state([9, 105, 106, 107], 4))]) == [3], "within this server it is copied"
+    proposer.archive_all()
+    proposer.archive_all()
+    assert kept.answers[1:] == [("", (1, 2, *range(100, 130)))]
