@@ -116,7 +116,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
       (`is_first_of_step`), unless all steps are plain. If only copies are proposed, a plain step sets it to 0
       (`count_proposing_steps`).
     * `member_count` follows `running` once members have ended, in a launch that may copy text or whose plan gives a
-      reason for proposing nothing (`copies_were_considered`). So the steps of the other members are counted again.
+      reason for proposing nothing (`Plan.considers_copies`). So the steps of the other members are counted again.
 
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
     unattended.
@@ -128,7 +128,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     if may_change_proposing_steps(lane, answer.outcome) and is_first_of_step(lane, answer.request):
         step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if goes_on:
-        if len(lane.running) != lane.member_count and copies_were_considered(lane):
+        if len(lane.running) != lane.member_count and lane.plan.considers_copies:
             # Members have ended, and the others go on: their steps are counted again from the next one on.
             return evolve(lane, member_count=len(lane.running))
         return with_effect_requests(lane, lane.waiting, lane.running, step_change) if step_change else lane
@@ -138,15 +138,6 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
         running = tuple(other for other in lane.running if other.request != answer.request)
     after = with_effect_requests(lane, lane.waiting, running, step_change)
     return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
-
-
-def copies_were_considered(lane: Lane) -> bool:
-    """May the launch copy text, or does its plan give a reason for proposing nothing (`Plan.reason`)?
-
-    The steps of such a launch are counted although members have ended. They bring the next trial nearer, or say how
-    long ago the last plain step was.
-    """
-    return bool(lane.plan.copying or lane.plan.reason)
 
 
 def may_change_proposing_steps(lane: Lane, outcome: Outcome) -> bool:

@@ -222,9 +222,10 @@ def plan_copies(
     balance, is_self_funded = find_balance(controls, rates)
     tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
     terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
-    # New members know the same, so they copy the same. Their gains are even one object (`find_first_gains`), and equal
-    # objects give equal choices, so nothing depends on which ones are the same.
-    known = [0 if control is None else id(control.copied) for control in controls]
+    # New members know the same, so they copy the same.
+    known = [
+        None if control is None else (control.copy_widths, control.copied, control.max_branch) for control in controls
+    ]
     of_known = dict(zip(known, controls, strict=True))
     choices = {
         key: choose_counts(control, terms) for key, control in of_known.items() if control and control.copy_widths

@@ -16,7 +16,7 @@ from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
 from adapters.device.speculation.launched_proposals import LaunchedProposals
 from adapters.device.speculation.proposal_tree import Tree, chain, fork_chain, prune_tree
-from adapters.models.decoder.shard import Kept, ReadableRows
+from adapters.models.decoder.shard import Kept, ReadableRows, ShardSpec
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.drafts.draft_parts import LaunchPicks
 from adapters.models.kernels.host_addresses import HostAddresses
@@ -273,15 +273,13 @@ def make_members(
     proposer: Proposer | None,
     copies: CopiedTexts,
     taken: Mapping[int, tuple[int, DecodingSlot]],
-    capacity: int,
-    *,
-    runs_ahead: bool = False,
+    spec: ShardSpec,
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
     All proposals of the draft are asked for in one call, and what a grammar forbids is cut off. copies: what some
     slots propose instead. taken: by slot, the index of its effect request in the launch, its effect and its state.
-    capacity: rows of a slot. runs_ahead: the target's forwards are launched ahead of the host, so proposals may be too.
+    spec: of the target. If its forwards are launched ahead of the host, proposals may be too.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []
@@ -289,11 +287,11 @@ def make_members(
     for slot, (_, (effect, state)) in taken.items():
         if slot in copies.chains:
             trees[slot] = copies.build_tree(slot, state.tokens[-1])
-        elif effect.propose and (room := capacity - state.valid - 1):
+        elif effect.propose and (room := spec.capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
     launched = None
     if proposer is not None and requests:
-        launched = proposer.launch_proposals(requests) if runs_ahead else None
+        launched = proposer.launch_proposals(requests) if spec.runs_ahead else None
         if launched is None:
             trees.update(zip((one.slot for one in requests), proposer.propose(requests), strict=True))
     for slot, (index, (_, state)) in taken.items():

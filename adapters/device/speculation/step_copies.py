@@ -99,7 +99,7 @@ class StepCopies:
             return [0] * len(members)
         asking = [member.effect.copying is not None for member in members]
         if self._any_has_matched and not all(asking):
-            asking = [is_asking or self._asks_at_end(one) for is_asking, one in zip(asking, members, strict=True)]
+            asking = [asks or self._asks_at_end(member) for asks, member in zip(asking, members, strict=True)]
         if True in asking:
             return self._search(members, asking)
         if self._matching:
@@ -117,8 +117,8 @@ class StepCopies:
             self._next_search = 0
         searches = [self._find_search(member) for member in members]
         self._states = states
-        self._any_has_matched = any(one.has_matched for one in searches)
-        self.proposer.note_tokens([(one.slot, one.state) for one in searches])
+        self._any_has_matched = any(search.has_matched for search in searches)
+        self.proposer.note_tokens([(search.slot, search.state) for search in searches])
 
     def _find_search(self, member: CopyingMember) -> TextSearch:
         """Return the searches of a member's text. They begin anew if its slot has another request than before."""
@@ -136,30 +136,30 @@ class StepCopies:
         """Search the texts that are due, and note which have a match and when the others are searched again."""
         assert self.proposer is not None
         step = self._steps
-        asked = [self._searches[one.effect.slot] for one, is_asking in zip(members, asking, strict=True) if is_asking]
+        asked = [self._searches[member.effect.slot] for member, asks in zip(members, asking, strict=True) if asks]
         if self._unmatched_texts >= FRUITLESS_TEXTS:
             self._put_off_first_searches(asked, len(members))
-        due = [one for one in asked if one.due <= step]
-        found = self.proposer.find_matches([(one.slot, one.state) for one in due]) if due else ()
+        due = [search for search in asked if search.due <= step]
+        found = self.proposer.find_matches([(search.slot, search.state) for search in due]) if due else ()
         if len(found) == len(members) and all(found):
             self._note_matches(due, found)
             self._next_search = step + 1
             return found
-        matched = [one for one, length in zip(due, found, strict=True) if length]
+        matched = [search for search, length in zip(due, found, strict=True) if length]
         self._note_matches(matched, list(filter(None, found)))
-        self._note_unmatched([one for one, length in zip(due, found, strict=True) if not length], len(members))
+        self._note_unmatched([search for search, length in zip(due, found, strict=True) if not length], len(members))
         # The launch of another member may end at any step. If its text has matched, it asks then.
         may_ask = len(asked) < len(members) and self._any_has_matched
-        self._next_search = step + 1 if may_ask or matched else min(one.due for one in asked)
-        lengths = dict(zip([one.slot for one in due], found, strict=True))
+        self._next_search = step + 1 if may_ask or matched else min(search.due for search in asked)
+        lengths = dict(zip([search.slot for search in due], found, strict=True))
         return [lengths.get(member.effect.slot, 0) for member in members]
 
     def _put_off_first_searches(self, searches: Sequence[TextSearch], members: int) -> None:
         """Choose when texts are searched that were never searched, where the last texts had no match."""
         gap = self._choose_gap(0, members, has_matched=False)
-        for one in searches:
-            if not one.due and not one.has_matched:
-                one.due = find_next_step(self._steps - 1, gap)
+        for search in searches:
+            if not search.due and not search.has_matched:
+                search.due = find_next_step(self._steps - 1, gap)
 
     def _choose_gap(self, unmatched: int, members: int, *, has_matched: bool) -> int:
         """Return after how many steps a text is searched again. The arguments are those of `choose_search_gap`."""
@@ -167,17 +167,17 @@ class StepCopies:
 
     def _note_matches(self, searches: Sequence[TextSearch], lengths: Sequence[int]) -> None:
         """Note that these searches have found matches of these lengths."""
-        for one, length in zip(searches, lengths, strict=True):
-            one.group = find_match_class(length)
-            one.length = len(one.state.tokens)
-            if one.since >= 0:
-                one.since = -1
-                one.due = 0
-            if not one.has_matched:
-                one.has_matched = True
+        for search, length in zip(searches, lengths, strict=True):
+            search.group = find_match_class(length)
+            search.length = len(search.state.tokens)
+            if search.since >= 0:
+                search.since = -1
+                search.due = 0
+            if not search.has_matched:
+                search.has_matched = True
                 self._any_has_matched = True
                 self._unmatched_texts = 0
-        self._matching.update([one.slot for one in searches])
+        self._matching.update([search.slot for search in searches])
 
     def _note_unmatched(self, searches: Sequence[TextSearch], members: int) -> None:
         """Note that these searches have found nothing, and choose when the texts are searched again.
@@ -185,17 +185,22 @@ class StepCopies:
         members: requests of the step.
         """
         due_steps = dict[tuple[int, bool], int]()  # by the tokens without a match: many texts have the same number
-        for one in searches:
-            tokens = len(one.state.tokens)
-            if one.since < 0:
-                one.since = tokens
-            one.group = -1
-            self._matching.discard(one.slot)
-            key = tokens - one.since, one.has_matched
+        for search in searches:
+            tokens = len(search.state.tokens)
+            if search.since < 0:
+                search.since = tokens
+            search.group = -1
+            self._matching.discard(search.slot)
+            key = tokens - search.since, search.has_matched
             if key not in due_steps:
                 gap = self._choose_gap(key[0], members, has_matched=key[1])
                 due_steps[key] = find_next_step(self._steps, gap)
-            one.due = due_steps[key]
+            search.due = due_steps[key]
+
+    def archive_all(self) -> None:
+        """Keep the answers of all slots for a later server. Called when nothing is decoded any more."""
+        if self.proposer is not None:
+            self.proposer.archive_all()
 
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""

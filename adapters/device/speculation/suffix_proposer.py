@@ -146,10 +146,10 @@ class SuffixProposer:
     def _gather_texts(self, slots: Sequence[tuple[int, SlotState]]) -> SearchedTexts:
         """Return the texts of these slots, as they are before any token is added."""
         known = [self._find_text(slot, state) for slot, state in slots]
-        texts = [(self._make_text(one), self._find_archive(one.state.salt)) for one in known]
-        states = [one.state for one in known]
+        texts = [(self._make_text(text), self._find_archive(text.state.salt)) for text in known]
+        states = [text.state for text in known]
         stops = frozenset[int]().union(*(state.stops for state in states))
-        self._searched = SearchedTexts(states, self.matcher.make_batch(texts), [one.read for one in known], stops)
+        self._searched = SearchedTexts(states, self.matcher.make_batch(texts), [text.read for text in known], stops)
         return self._searched
 
     def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:

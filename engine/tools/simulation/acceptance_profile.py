@@ -26,7 +26,7 @@ FORM = "accepted: the output of `rekindle bench speculation --json`"
 
 @frozen
 class AcceptanceProfile:
-    """What is known of one kind of draft.
+    """The shares of decode steps in which proposals of one kind of draft are right.
 
     proposing: the share of decode steps in which anything is proposed. right: for each position, how often the proposal
     there is right if all before it are.
@@ -71,18 +71,19 @@ def mix_bits(number: int) -> int:
 def read_profile(path: Path, draft: str, width: int) -> AcceptanceProfile:
     """Return the profile of one kind of draft from a file. Raises UserError or OSError.
 
-    draft: its name there; empty: the first one. width: proposals of a step at most; 0: as many as were measured.
+    draft: its name there, or the first one if it is empty. width: proposals of a step at most; 0: as many as were
+    measured.
     """
     if path.stat().st_size > MOST_FILE:
         raise UserError(f"--acceptance {path}: larger than {MOST_FILE} bytes")
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
-        profiles = [parse_profile(one) for one in listed]
+        profiles = [parse_profile(measured) for measured in listed]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"--acceptance {path}: {type(error).__name__}: {error}; {FORM}") from error
-    chosen = [one for one in profiles if draft in ("", one.draft)]
+    chosen = [profile for profile in profiles if draft in ("", profile.draft)]
     if not chosen:
-        names = ", ".join(one.draft for one in profiles) or "no draft"
+        names = ", ".join(profile.draft for profile in profiles) or "no draft"
         raise UserError(f"--acceptance {path}: there is no {draft or 'draft'!r}; it has {names}")
     profile = chosen[0]
     return AcceptanceProfile(profile.draft, profile.proposing, profile.right[: width or MOST_WIDTH])

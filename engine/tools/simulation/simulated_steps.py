@@ -35,10 +35,10 @@ def take_steps(costs: Costs, members: Sequence[DecodingRequest], most: int, room
     """
     if costs.acceptance is not None:
         return take_drawn_steps(costs, members, most, room_ns)
-    took = costs.decode_ns([one.position for one in members])
+    took = costs.decode_ns([member.position for member in members])
     steps = 1
     while steps < most:
-        more = costs.decode_ns([one.position + steps for one in members])
+        more = costs.decode_ns([member.position + steps for member in members])
         if took + more > room_ns:
             break
         took += more
@@ -53,15 +53,15 @@ def take_drawn_steps(costs: Costs, members: Sequence[DecodingRequest], most: int
     took = 0
     steps = 0
     while steps < most:
-        positions = [one.position + count for one, count in zip(members, got, strict=True)]
+        positions = [member.position + count for member, count in zip(members, got, strict=True)]
         more = round(costs.plain_ns(positions) * costs.step_price)
         if steps and took + more > room_ns:
             break
-        for index, one in enumerate(members):
-            drawn = costs.acceptance.draw_tokens(one.number, positions[index])
-            got[index] += min(drawn, one.left - got[index])
+        for index, member in enumerate(members):
+            drawn = costs.acceptance.draw_tokens(member.number, positions[index])
+            got[index] += min(drawn, member.left - got[index])
         took += more
         steps += 1
-        if any(count >= one.left for one, count in zip(members, got, strict=True)):
+        if any(count >= member.left for member, count in zip(members, got, strict=True)):
             break
     return TakenSteps(tuple(got), steps, took)
