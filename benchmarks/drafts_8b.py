@@ -86,10 +86,11 @@ class ForcedCopies(TextProposer):
     searched: SuffixProposer
     known: Tokens
     right: int
-    _lengths: dict[int, int] = field(init=False, factory=dict[int, int])  # tokens of each slot
+    _states: dict[int, SlotState] = field(init=False, factory=dict[int, SlotState])  # by slot
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         self.searched.find_matches(slots)
+        self._states.update(slots)
         return [MATCH_CLASSES[-1]] * len(slots)
 
     def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
@@ -98,13 +99,8 @@ class ForcedCopies(TextProposer):
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         self.searched.note_tokens(slots)
 
-    def read_match(self, slot: int, state: SlotState) -> int:
-        self.searched.read_match(slot, state)
-        self._lengths[slot] = len(state.tokens)
-        return MATCH_CLASSES[-1]
-
     def copy(self, slot: int, count: int) -> Tokens:
-        coming = self.known[self._lengths[slot] :][:count]
+        coming = self.known[len(self._states[slot].tokens) :][:count]
         return tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming))
 
     def find_branch(self, slot: int, chain: int, count: int) -> Branch:

@@ -23,6 +23,8 @@ MATCH_CLASSES = (3, 5, 9, 17, 33)
 SEARCH_SHARE = 8  # a match of a single request is found late by an eighth of the tokens that had none
 FIRST_SEARCH_SHARE = 4  # the first match of a text is found late by a quarter of them
 LONGEST_SEARCH_GAP = 16  # steps between two searches of a single request, at most
+# Requests in a row whose texts never had a match. After these, the next one will have none either, as a rule.
+FRUITLESS_TEXTS = 16
 
 
 def find_match_class(matched: int) -> int:
@@ -30,19 +32,25 @@ def find_match_class(matched: int) -> int:
     return bisect_right(MATCH_CLASSES, matched) - 1
 
 
-def choose_search_gap(unmatched: int, members: int, *, has_matched: bool = True) -> int:
+def choose_search_gap(unmatched: int, members: int, *, has_matched: bool = True, unmatched_texts: int = 0) -> int:
     """Return after how many steps a text is searched again that has had no match for `unmatched` tokens.
 
     All members wait for a search, and a match that is found late delays one of them. The gap that costs least then
     grows with the square root of the members. It is a power of 2, so that all texts are searched after the same steps.
 
     has_matched: an earlier search of the text has found something. A text that has never had a match is less likely to
-    get one, so it is searched less often.
+    get one, so it is searched less often. unmatched_texts: requests in a row whose texts never had a match. After
+    FRUITLESS_TEXTS of them, such a text is searched as seldom as any.
     """
     root = isqrt(members)
-    late = unmatched * root // SEARCH_SHARE if has_matched else max(root, unmatched * root // FIRST_SEARCH_SHARE)
-    late = min(late, LONGEST_SEARCH_GAP * root)
-    return 1 << max(late, 1).bit_length() - 1
+    most = LONGEST_SEARCH_GAP * root
+    if has_matched:
+        late = unmatched * root // SEARCH_SHARE
+    elif unmatched_texts < FRUITLESS_TEXTS:
+        late = max(root, unmatched * root // FIRST_SEARCH_SHARE)
+    else:
+        late = most
+    return 1 << max(min(late, most), 1).bit_length() - 1
 
 
 def share_rows(wanted: Sequence[int], rows: int) -> list[int]:

@@ -34,6 +34,7 @@ class OpenSlot:
     # Where the slot's rows are from now on, PAGE rows each. Of the first `keep` rows, those that are elsewhere are
     # copied there. Empty: every slot has memory of its own.
     pages: tuple[PageId, ...] = ()
+    keeps_answer: bool = True  # the answer may be kept on disk, so that later ones can copy from it (`Scope`)
 
 
 @frozen

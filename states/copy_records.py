@@ -55,7 +55,7 @@ def record_launch_begin(rates: Rates, plan: Plan) -> Rates:
 
     If only copies are proposed, it is not known yet whether this step will copy. `record_further_steps` counts it then.
     """
-    return rates if copies_alone(plan) else record_steps(rates, plan, 1)
+    return rates if plan.copies_alone else record_steps(rates, plan, 1)
 
 
 def record_further_steps(rates: Rates, plan: Plan, done: Decoded, count: int) -> Rates:
@@ -64,14 +64,9 @@ def record_further_steps(rates: Rates, plan: Plan, done: Decoded, count: int) ->
     count: steps that were not recorded yet. It is not used if only copies are proposed: then the outcome itself says
     how many steps it reports, and whether they copied (`Decoded.rows`).
     """
-    if not copies_alone(plan):
+    if not plan.copies_alone:
         return record_steps(rates, plan, count)
     return count_down_to_trial(rates, done.steps) if done.rows else record_steps(rates, plan, done.steps)
-
-
-def copies_alone(plan: Plan) -> bool:
-    """Return whether the launch may copy text while no draft proposes anything."""
-    return bool(plan.copying) and not any(plan.proposals)
 
 
 def record_copies(settings: Settings, rates: Rates, control: SpeculationControl, done: Decoded, members: int) -> Rates:
@@ -82,7 +77,7 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
     control: the control of the request that copied, before the outcome. members: the number of requests in the launch.
     """
     widths = list_copy_widths(settings)
-    copied = update_class_gains(find_server_gains(widths, rates), widths, control.matched, done, SERVER_MEMORY)
+    copied = update_class_gains(find_server_gains(widths, rates.copied), widths, control.matched, done, SERVER_MEMORY)
     plan = control.plan
     if find_match_class(control.matched) not in plan.copy_trials:
         return evolve(rates, copied=copied)

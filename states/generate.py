@@ -34,6 +34,7 @@ from states.request_states import (
     Prefilling,
     SlotLease,
     Speculating,
+    Speculation,
     UnparkingDraft,
 )
 from states.restore import make_progress_report
@@ -112,10 +113,8 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
         before.accepted + min(event.accepted, count),
     )
     speculation = state.speculation
-    if isinstance(speculation, MayPropose) and not suffix_control.teaches_nothing(speculation.control, event):
-        reason = "" if event.copied else speculation.reason
-        control = suffix_control.settle(speculation.control, said)
-        speculation = MayPropose(suffix_control.update_control(control, event), reason)
+    if event.proposed or event.rows or event.matched or speculation.learns_from_plain_steps:
+        speculation = learn_from_proposals(speculation, event, said)  # hardly any outcome of new text comes here
     after = Speculating(slot_lease, prompt, speculation, answer)
     heard = prompt.heard_tokens[said : said + count] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:
@@ -130,6 +129,15 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
     keeps_state = scope.has_passed_mark(context.settings, prompt, lease.valid_rows, slot_lease.valid_rows)
     decode_step = make_decode_step(context.settings, slot_lease, prompt, speculation, answer, checkpoint=keeps_state)
     return Transition(after, emit, decode_step) if emit.tokens else Transition(after, decode_step)
+
+
+def learn_from_proposals(speculation: Speculation, event: Decoded, said: int) -> Speculation:
+    """Return what a request proposes after one more outcome. said: the tokens of the answer before it."""
+    if not isinstance(speculation, MayPropose) or suffix_control.teaches_nothing(speculation.control, event):
+        return speculation
+    reason = "" if event.copied else speculation.reason
+    control = suffix_control.settle(speculation.control, said)
+    return MayPropose(suffix_control.update_control(control, event), reason)
 
 
 def fail_generation(state: Prefilling | Speculating, event: DeviceFailed, context: DecisionContext) -> FailRequest:

@@ -119,7 +119,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
       (`is_first_of_step`), unless all steps are plain. If only copies are proposed, a plain step sets it to 0
       (`count_proposing_steps`).
     * `member_count` follows `running` once members have ended, in a launch that may copy text or whose plan gives a
-      reason for proposing nothing (`copies_were_considered`). So the steps of the other members are counted again.
+      reason for proposing nothing (`Plan.considers_copies`). So the steps of the other members are counted again.
 
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
     unattended.
@@ -128,10 +128,10 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     if goes_on and lane.running[0].request != answer.request:
         return lane  # most outcomes end here: only those of a step's first member are counted
     step_change = 0
-    if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):
+    if may_change_proposing_steps(lane, answer.outcome) and is_first_of_step(lane, answer.request):
         step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if goes_on:
-        if copies_were_considered(lane) and len(lane.running) != lane.member_count:
+        if len(lane.running) != lane.member_count and lane.plan.considers_copies:
             # Members have ended, and the others go on: their steps are counted again from the next one on.
             return evolve(lane, member_count=len(lane.running))
         return with_effect_requests(lane, lane.waiting, lane.running, step_change) if step_change else lane
@@ -143,13 +143,11 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
 
 
-def copies_were_considered(lane: Lane) -> bool:
-    """May the launch copy text, or does its plan give a reason for proposing nothing (`Plan.reason`)?
-
-    The steps of such a launch are counted although members have ended. They bring the next trial nearer, or say how
-    long ago the last plain step was.
-    """
-    return bool(lane.plan.copying or lane.plan.reason)
+def may_change_proposing_steps(lane: Lane, outcome: Outcome) -> bool:
+    """May `Lane.proposing_steps` be another number after this outcome? Of most launches, no step proposes anything."""
+    if lane.proposing_steps or not lane.plan.copying:
+        return lane.proposing_steps > 0
+    return not (lane.plan.copies_alone and isinstance(outcome, Decoded) and not outcome.rows)
 
 
 def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
@@ -157,7 +155,7 @@ def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
 
     Where only copies are proposed, the outcome says whether its step was a plain one.
     """
-    if not lane.plan.copying or any(lane.plan.proposals) or not isinstance(outcome, Decoded):
+    if not lane.plan.copies_alone or not isinstance(outcome, Decoded):
         return lane.proposing_steps + count_further_steps(outcome)
     return lane.proposing_steps + 1 if outcome.rows else 0
 

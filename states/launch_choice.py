@@ -315,8 +315,8 @@ def would_copy(steps: Sequence[EffectRequest], requests: Mapping[RequestId, Stat
 def get_step_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
     """Return what the time of a step of these requests depends on."""
     effects = get_decode_effects(decode_steps)
-    proposed = sum(effect.propose for effect in effects)
-    positions = sum(effect.position for effect in effects)
+    proposed = sum([effect.propose for effect in effects])
+    positions = sum([effect.position for effect in effects])
     return Shape(find_span(positions // len(effects)), len(effects), proposed and len(effects) + proposed)
 
 

@@ -88,14 +88,14 @@ def learn_from_decode(
         shape = get_step_shape(lane.running)
         if decoded.rows:
             # A step in which other members ask a draft takes longer than its copies.
-            if copy_records.copies_alone(lane.plan) or len(lane.running) == 1:
+            if lane.plan.copies_alone or len(lane.running) == 1:
                 shape = evolve(shape, rows=decoded.rows)
                 known_rates = copy_records.record_copy_time(known_rates, shape, decoded.ns, branched=decoded.branched)
         elif decoded.proposed == propose:
             decode = step_prices.record_step_time(decode, shape, decoded.ns)
     further_steps = count_further_steps(decoded) if is_first else 0
     if (settings.max_proposals or settings.max_copied) and not (decoded.rows or any(lane.plan.proposals)):
-        count = decoded.steps if is_first and copy_records.copies_alone(lane.plan) else further_steps
+        count = decoded.steps if is_first and lane.plan.copies_alone else further_steps
         return copy_records.record_plain_steps(known_rates, lane.plan, count, decode)
     if decode is not known_rates.decode:
         known_rates = known_rates.with_decode_times(decode)

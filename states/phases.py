@@ -92,6 +92,7 @@ def make_open_slot(
         slot_lease.valid_rows if settings.stateful else 0,
         device_checkpoint,
         job.salt,
+        keeps_answer=job.scope.kind in ("full", "auto"),  # the other scopes limit what of a request may be on disk
     )
 
 
@@ -123,8 +124,7 @@ def choose_without_draft(context: DecisionContext, reason: str) -> Speculation:
     """Return what a request proposes that has no draft: copies of earlier text, or nothing for this reason."""
     if not context.settings.max_copied:
         return ProposesNothing(reason)
-    control = suffix_control.make_control(context.settings, context.rates)
-    return MayPropose(evolve(control, widths=(), gains=()), reason)
+    return MayPropose(suffix_control.make_control(context.settings, context.rates, has_draft=False), reason)
 
 
 def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:

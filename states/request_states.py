@@ -11,7 +11,7 @@ A state has exactly the data that is valid in its phase. Phases that are not nee
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from attrs import frozen
 
@@ -103,11 +103,17 @@ class MayPropose:
     control: SpeculationControl  # how well its proposals do
     reason: str = ""  # why nothing is proposed now; empty while something is
 
+    @cached_property
+    def learns_from_plain_steps(self) -> bool:
+        """Does the outcome of a plain step change the control, although no text matches behind it?"""
+        return self.control.matched > 0 or self.control.plan.charges_plain_steps
+
 
 @frozen
 class ProposesNothing:
     """The request proposes nothing."""
 
+    learns_from_plain_steps: ClassVar = False
     reason: str
 
 

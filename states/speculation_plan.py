@@ -56,6 +56,20 @@ class Plan:
         return self.price != UNIT or self.charges_measured_time or self.price_doubted
 
     @cached_property
+    def copies_alone(self) -> bool:
+        """May the launch copy text while no draft proposes anything?"""
+        return bool(self.copying) and not any(self.proposals)
+
+    @property
+    def considers_copies(self) -> bool:
+        """May the launch copy text, or is there a reason for proposing nothing?
+
+        The steps of such a launch are counted although members have ended. They bring the next trial nearer, or say how
+        long ago the last plain step was.
+        """
+        return bool(self.copying or self.reason)
+
+    @cached_property
     def is_plain(self) -> bool:
         """Are all steps plain ones, as nothing is proposed or copied?"""
         return not (self.copying or any(self.proposals) or self.charges_plain_steps)

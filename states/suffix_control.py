@@ -40,7 +40,7 @@ right, and the target adds one. Now the match has 7 tokens, so the next step cop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from attrs import evolve
@@ -93,27 +93,36 @@ def list_prior_gains(widths: tuple[int, ...]) -> tuple[ClassGains, ...]:
     )
 
 
-def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
+def make_control(settings: Settings, rates: Rates, *, has_draft: bool = True) -> SpeculationControl:
     """Return the control of a request that has proposed nothing yet, for a draft, for copies, or for both."""
     control = speculation_control.make_control(settings, rates)
-    widths = list_copy_widths(settings)
-    if not widths:
+    copy_widths = list_copy_widths(settings)
+    if not copy_widths:
         return control
-    copied = forget_steps(find_server_gains(widths, rates))
-    return evolve(control, copy_widths=widths, copied=copied, max_branch=settings.max_branch)
-
-
-def find_server_gains(widths: tuple[int, ...], rates: Rates) -> tuple[ClassGains, ...]:
-    """Return what copies have gained in all requests, or the prior gains."""
-    is_known = len(rates.copied) == len(MATCH_CLASSES) and all(
-        len(gains.gains) == len(widths) for gains in rates.copied
+    # `evolve` would take four times as long, and each request of a server that copies gets here.
+    return SpeculationControl(
+        control.widths if has_draft else (),
+        control.gains if has_draft else (),
+        control.branching,
+        account=control.account,
+        copy_widths=copy_widths,
+        copied=find_first_gains(copy_widths, rates.copied),
+        max_branch=settings.max_branch,
     )
-    return rates.copied if is_known else list_prior_gains(widths)
 
 
-def forget_steps(copied: Sequence[ClassGains]) -> tuple[ClassGains, ...]:
-    """Return the gains as a new request starts from them: it has had no steps itself."""
-    return tuple(ClassGains(0, class_gains.gains, class_gains.branch_gain) for class_gains in copied)
+def find_server_gains(widths: tuple[int, ...], copied: tuple[ClassGains, ...]) -> tuple[ClassGains, ...]:
+    """Return what copies have gained in all requests (`Rates.copied`), or the prior gains."""
+    is_known = len(copied) == len(MATCH_CLASSES) and all(len(gains.gains) == len(widths) for gains in copied)
+    return copied if is_known else list_prior_gains(widths)
+
+
+@lru_cache(maxsize=4)
+def find_first_gains(widths: tuple[int, ...], copied: tuple[ClassGains, ...]) -> tuple[ClassGains, ...]:
+    """Return the gains that a new request starts from: those of all requests, but it has had no steps itself."""
+    return tuple(
+        ClassGains(0, class_gains.gains, class_gains.branch_gain) for class_gains in find_server_gains(widths, copied)
+    )
 
 
 def teaches_nothing(control: SpeculationControl, done: Decoded) -> bool:

@@ -29,9 +29,9 @@ from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 if TYPE_CHECKING:
     import numpy as np
 
-PREFIX = "recent-"
 ANY_MAGIC = b"rekindle-recent-"  # of every version
 MAGIC = ANY_MAGIC + b"1\n"
+MAGIC_BYTES = len(MAGIC)
 BODY = struct.Struct("<QQI")
 MAX_PROMPTS = 256  # prompts
 MAX_BYTES = 64 << 20  # of packed tokens
@@ -110,6 +110,14 @@ class RecentPrompts:
             self.trim()
         return max(0, longest - len(before) // TOKEN_BYTES), recent, diverged
 
+    def add_apart(self, tokens: Tokens, salt: str) -> RecentPrompt:
+        """Add tokens as the most recent prompt without comparing them: they are held whole."""
+        with self._lock:
+            recent = RecentPrompt(self._last + 1, 0, 0, encode_salt(salt) + pack_tokens(tokens))
+            self._keep(recent)
+            self.trim()
+        return recent
+
     def _find_divergence(self, serial: int, shared: int, before: int) -> Divergence | None:
         """Return what prompt `serial` has behind its first `shared` tokens.
 
@@ -177,6 +185,13 @@ class RecentPrompts:
             heir = heir or recent
 
 
+def split_salt(packed: bytes) -> tuple[bytes, Tokens]:
+    """Return the digest of the salt (`encode_salt`) and the tokens of a packed prompt."""
+    size = SALT_TOKENS * TOKEN_BYTES
+    has_salt = len(packed) >= size and packed[TOKEN_BYTES - 1] & 0x80
+    return (packed[:size], unpack_tokens(packed[size:])) if has_salt else (b"", unpack_tokens(packed))
+
+
 def encode_salt(salt: str) -> bytes:
     """Return a digest of the salt as tokens. The first one is below 0, so no vocabulary has it."""
     if not salt:
@@ -206,6 +221,11 @@ def encode_snapshot(recents: Iterable[RecentPrompt]) -> Iterator[bytes]:
     """Return a whole file with these prompts."""
     yield MAGIC
     yield from map(encode_prompt, recents)
+
+
+def is_newer(raw: bytes) -> bool:
+    """Return whether a newer version has written this file of prompts. There is none before the present one."""
+    return raw.startswith(ANY_MAGIC) and not raw.startswith(MAGIC)
 
 
 def restore_prompts(raw: bytes, recents: RecentPrompts) -> bool:

@@ -38,11 +38,12 @@ from adapters.store.block_keys import TOKEN_BYTES, SequenceBlocks
 from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Kind, Layout, Run
 from adapters.store.host_tier import HostTier
+from adapters.store.kept_answers import KeptAnswers, NotePrompt
 from adapters.store.lease import Lease, Miss
 from adapters.store.prefix_search import PrefixSearch
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.slab_memory import Buffer, SlabMemory
-from adapters.store.tier import LowerTier, NotePrompt, StoreTier, Upkeep, WriteRun
+from adapters.store.tier import LowerTier, StoreTier, Upkeep, WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import LeaseId, Span, Tier, Tokens
 from effects.ports import Divergence
@@ -111,6 +112,11 @@ class Store(Generic[D]):
     def get_lower_tier(self, name: Tier) -> D | None:
         """Return the tier that rows of this one have to be read from; None for host memory, which holds them."""
         return next((tier for tier in self.lower_tiers if tier.name == name), None)
+
+    @property
+    def answers(self) -> KeptAnswers | None:
+        """The answers that outlive this server, for later ones to be copied from; None: no tier keeps any."""
+        return self.lower_tiers[0].answers if self.lower_tiers else None
 
     def find_tier(self, kind: type[T]) -> T | None:
         """Return the lower tier of this class, if the store has one: for what only that class can do."""

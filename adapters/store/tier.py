@@ -18,7 +18,8 @@ from attrs import frozen
 from adapters.cache_figures import TierFigures
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.file_format import Run
-from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
+from adapters.store.kept_answers import KeptAnswers, NotePrompt
+from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.run_read import ReadSource, RunRead, get_buffer, take_once
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.watched_thread import WatchedThread
@@ -39,18 +40,6 @@ class WriteRun:
     @property
     def size(self) -> int:
         return self.rows.data.nbytes
-
-
-@frozen(eq=False)
-class NotePrompt:
-    """A job for a lower tier: keep this recent prompt, so that it is known after a restart."""
-
-    recent: RecentPrompt
-    finish: Callable[[], None]  # called once the prompt has been written or given up, and the job counted off
-
-    @property
-    def size(self) -> int:
-        return len(self.recent.rest)
 
 
 class StoreTier(Protocol):
@@ -77,6 +66,11 @@ class LowerTier(StoreTier, Protocol):
     @property
     def recent_prompts(self) -> RecentPrompts:
         """The prompts that it brought back when it was opened. The store uses those of its first lower tier."""
+        ...
+
+    @property
+    def answers(self) -> KeptAnswers | None:
+        """The answers that it keeps for a later server to copy from; None: it keeps none."""
         ...
 
     @property

@@ -44,7 +44,12 @@ from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
-from engine.loading.drafts.attach_draft import add_proposers, get_last_kernels, offload_unused_draft
+from engine.loading.drafts.attach_draft import (
+    add_proposers,
+    get_last_kernels,
+    offload_unused_draft,
+    with_kept_answers,
+)
 from engine.loading.drafts.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.drafts.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.identity import check_identity
@@ -278,6 +283,7 @@ def load_with_peers(
         options.cache, options.shared_tier, layout, shard, parts.slots, lane=lane, drafting=proposer, memory=memory
     )
     settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)
+    parts = with_kept_answers(parts, None if transfer is None else transfer.store.answers)
     executor = build_executor(parts, settings, drafting=proposer, scorer=scorer, transfer=transfer)
     offload_unused_draft(proposer, settings)
     return LoadedModel(

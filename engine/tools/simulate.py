@@ -18,6 +18,7 @@ from engine.settings.output.formatting import format_count
 from engine.settings.output.plot_style import check_plot_path
 from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError
+from engine.tools.simulation.acceptance_profile import read_profile
 from engine.tools.simulation.fleet.simulate_fleet import simulate_fleet
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS
 from engine.tools.simulation.logs.read_log import Logs, read_logs
@@ -67,6 +68,10 @@ def build_setup(policies: SimulatedPolicies, server: SimulatedServerOptions, log
         raise UserError(f"the times that the traces tell cannot be: {error}") from error
     if server.costs is not None:
         costs = read_costs(server.costs, costs)
+    if server.acceptance is not None:
+        costs = evolve(costs, acceptance=read_profile(server.acceptance, server.draft, server.width))
+    elif server.draft or server.width:
+        raise UserError("--draft and --width choose from a file of proposals: accepted with --acceptance only")
     if server.state_bytes is not None:
         costs = evolve(costs, state_bytes=server.state_bytes)
     settings = with_state(
@@ -159,6 +164,7 @@ def build_json(server: SimulatedServerOptions, logs: Logs, setup: Setup, runs: S
             "shared_head": server.shared_head,
         },
         "costs": {"source": setup.costs.source, **list_figures(setup.costs)},
+        "acceptance": None if setup.costs.acceptance is None else attrs.asdict(setup.costs.acceptance),
         "settings": {
             "slots": setup.settings.slots,
             "chunk": setup.settings.chunk,

@@ -12,6 +12,7 @@ from adapters.models.kernels.factory import build_text_matcher
 from engine.settings.user_error import UserError
 from engine.tools.bench.speculation_bench import run_speculation_bench
 from engine.tools.bench.speculation_options import SpeculationBenchOptions
+from engine.tools.simulation.acceptance_profile import parse_profile
 
 pytestmark = pytest.mark.skipif(build_text_matcher() is None, reason="there is no compiled library")
 
@@ -43,10 +44,18 @@ def test_an_answer_that_repeats_its_prompt_is_copied_and_another_one_is_not(tmp_
     assert (copied["draft"], copied["requests"], copied["tokens"]) == ("suffix", 1, 48)
     assert copied["tokens_per_step"] > 2
     assert copied["accepted"] > 20
+    check_profile(copied)
     new = measure(write_log(tmp_path / "new.jsonl", (text, other)), capsys, answer_tokens=48)
     assert new["tokens"] == 48
     assert new["accepted"] < copied["accepted"] // 4
     assert new["steps"] == new["tokens"] - new["accepted"]
+
+
+def check_profile(found: dict[str, object]) -> None:
+    """The profile gives the tokens of a step that were measured, but for the last step, which proposes fewer."""
+    profile = parse_profile(found)
+    assert 0 < len(profile.right) <= 7
+    assert profile.tokens_per_step == pytest.approx(found["tokens"] / found["steps"], rel=0.1)  # type: ignore[operator]
 
 
 def test_a_log_without_answers_is_refused(tmp_path) -> None:

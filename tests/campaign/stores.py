@@ -90,7 +90,7 @@ def unfit(file: Path, layout: Layout) -> str | None:
     readable = file.stat().st_size < recent_prompts.MAX_FILE_BYTES
     if file.name == index_journal.NAME:
         return None if readable and index_journal.parse_journal(file.read_bytes()).whole else "journal"
-    if file.name == recent_prompts.PREFIX + layout.compute_root("rows").hex():
+    if file.name == "recent-" + layout.compute_root("rows").hex():
         return None if readable and recent_prompts.restore_prompts(file.read_bytes(), RecentPrompts()) else "recent"
     return None
 

@@ -76,18 +76,16 @@ class CountedCopies(TextProposer):
     _matches: dict[int, tuple[Step, int]] = field(factory=dict)  # by slot
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
-        return self.searched.find_matches(slots)
+        found = self.searched.find_matches(slots)
+        for (slot, state), matched in zip(slots, found, strict=True):
+            self._matches[slot] = find_step(state), find_match_class(matched)
+        return found
 
     def index_texts(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         self.searched.index_texts(slots)
 
     def note_tokens(self, slots: Sequence[tuple[int, SlotState]]) -> None:
         self.searched.note_tokens(slots)
-
-    def read_match(self, slot: int, state: SlotState) -> int:
-        matched = self.searched.read_match(slot, state)
-        self._matches[slot] = find_step(state), find_match_class(matched)
-        return matched
 
     def copy(self, slot: int, count: int) -> Tokens:
         step, group = self._matches[slot]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from adapters.store.recent_prompts import (
     MAX_PROMPTS,
-    PREFIX,
     RecentPrompts,
     encode_prompt,
     encode_snapshot,
@@ -184,7 +183,7 @@ def test_their_file_may_be_lost(path: Path, spoil: str) -> None:
     save(store, ONE)
     settled(store)
     store.close()
-    (file,) = path.glob(PREFIX + "*")
+    (file,) = path.glob("recent-*")
     raw = file.read_bytes()
     spoiled = {
         "empty": b"",
@@ -212,7 +211,7 @@ def test_their_file_is_written_anew_before_it_grows_beyond_measure(path: Path, m
     for number in range(3 * MAX_PROMPTS):
         store.count_shared_tokens((number, number, 5), 1)
     settled(store)
-    (file,) = path.glob(PREFIX + "*")
+    (file,) = path.glob("recent-*")
     assert file.stat().st_size < 3 * MAX_PROMPTS * 40
     store.close()
     store = disk_store(path)
@@ -229,4 +228,4 @@ def test_those_of_other_identities_do_not_pile_up(path: Path) -> None:
         store.count_shared_tokens(ONE, 30)
         settled(store)
         store.close()
-    assert len(list(path.glob(PREFIX + "*"))) <= 10
+    assert len(list(path.glob("recent-*"))) <= 10

@@ -56,6 +56,7 @@ class ObjectTier:
     damaged_files: ClassVar[Mapping[str, int]] = {}
     queued_bytes: int = 0
     recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    answers: ClassVar[None] = None
     objects: dict[int, bytes] = field(factory=dict[int, bytes])
     reads: int = 0
 

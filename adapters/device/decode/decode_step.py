@@ -121,8 +121,9 @@ class DecodeRunner:
         )
 
     def close(self) -> None:
-        """Close the shard. The native steps go first, since they refer to its buffers."""
+        """Close the shard. The native steps go first, since they refer to its buffers. Answers are kept until then."""
         self.native = None
+        self.copies.archive_all()
         self.shard.close()
 
     def can_take_along(self, effect_requests: Sequence[EffectRequest]) -> bool:
@@ -237,8 +238,7 @@ class DecodeRunner:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
             copies = self.copies.choose(decoding) if may_copy and piece is None else NO_COPIES
-            spec = self.shard.spec
-            members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
+            members = make_members(self.proposer, copies, taken, self.shard.spec)
             is_timed = piece is None and has_own_time([member.state for member in members])
             verified = self._verify(members, piece)
             is_settling = True

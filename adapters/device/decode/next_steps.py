@@ -39,7 +39,7 @@ def find_next_steps(
 
 def count_steps_left(effect: RunDecode, outcome: Decoded) -> int:
     """Return `RunDecode.steps` of the step after this outcome; 0: the core has to decide first."""
-    return effect.steps - (1 if effect.copying is None else len(outcome.tokens))
+    return effect.steps - (len(outcome.tokens) if outcome.proposed and effect.copying is not None else 1)
 
 
 def make_next_step(effect_request: EffectRequest, state: SlotState, steps: int) -> EffectRequest:
@@ -60,7 +60,7 @@ def make_next_step(effect_request: EffectRequest, state: SlotState, steps: int) 
 
 def limit_proposals(effect: RunDecode, steps: int) -> int:
     """Return how many tokens a draft may propose in the next step. Where text may be copied, `steps` counts tokens."""
-    return effect.propose if effect.copying is None or not effect.propose else min(effect.propose, steps - 1)
+    return min(effect.propose, steps - 1) if effect.propose and effect.copying is not None else effect.propose
 
 
 def count_proposing_step(

@@ -35,6 +35,7 @@ class SlotState:
     rows_ahead: only for a model with positional state, whose state belongs to row `valid`. The slot has the keys and
         values of this many further rows, which are computed again.
     salt: only requests with the same salt may use these rows.
+    keeps_answer: as in `OpenSlot`.
     refusal: the failure that this request gets for every effect; the slot's rows are still good for others.
     last_row: the position of the prompt's last token and its hidden state `[bucket, D]`, if that row is computed.
     """
@@ -48,6 +49,7 @@ class SlotState:
     draft_spans: tuple[Span, ...] = ()
     rows_ahead: int = 0
     salt: str = ""
+    keeps_answer: bool = True
     refusal: DeviceFailed | None = None
     last_row: tuple[int, Tensor] | None = None
     _lock: Lock = field(init=False, factory=Lock)
@@ -116,7 +118,13 @@ def begin_slot(request: RequestId, opening: OpenSlot, make_sampler: Callable[[Sa
         sampler = make_sampler(Sampling(), prompt)
         refusal = opening_failure(opening, error)
     stops = frozenset(opening.stop_tokens)
-    return SlotState(request, list(prompt), opening.keep, sampler, stops=stops, salt=opening.salt, refusal=refusal)
+    return SlotState(
+        *(request, list(prompt), opening.keep, sampler),
+        stops=stops,
+        salt=opening.salt,
+        keeps_answer=opening.keeps_answer,
+        refusal=refusal,
+    )
 
 
 def opening_failure(opening: OpenSlot, error: BaseException) -> DeviceFailed:

@@ -16,7 +16,7 @@ from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
 from adapters.device.speculation.launched_proposals import LaunchedProposals
 from adapters.device.speculation.proposal_tree import Tree, chain, fork_chain, prune_tree
-from adapters.models.decoder.shard import Kept, ReadableRows
+from adapters.models.decoder.shard import Kept, ReadableRows, ShardSpec
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.drafts.draft_parts import LaunchPicks
 from adapters.models.kernels.host_addresses import HostAddresses
@@ -188,12 +188,8 @@ class TextProposer(Protocol):
         """
         ...
 
-    def read_match(self, slot: int, state: SlotState) -> int:
-        """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
-        ...
-
     def copy(self, slot: int, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the position of that match."""
+        """Return up to `count` tokens that followed at the position that `find_matches` found for the slot last."""
         ...
 
     def find_branch(self, slot: int, chain: int, count: int) -> Branch:
@@ -203,6 +199,9 @@ class TextProposer(Protocol):
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of the step before which `copy` was called, once `find_matches` was called."""
         ...
+
+    def archive_all(self) -> None:
+        """Keep the answers of all slots for a later server, if anything keeps them. Called at the end."""
 
 
 class Proposer(Protocol):
@@ -274,15 +273,13 @@ def make_members(
     proposer: Proposer | None,
     copies: CopiedTexts,
     taken: Mapping[int, tuple[int, DecodingSlot]],
-    capacity: int,
-    *,
-    runs_ahead: bool = False,
+    spec: ShardSpec,
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
     All proposals of the draft are asked for in one call, and what a grammar forbids is cut off. copies: what some
     slots propose instead. taken: by slot, the index of its effect request in the launch, its effect and its state.
-    capacity: rows of a slot. runs_ahead: the target's forwards are launched ahead of the host, so proposals may be too.
+    spec: of the target. If its forwards are launched ahead of the host, proposals may be too.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []
@@ -290,11 +287,11 @@ def make_members(
     for slot, (_, (effect, state)) in taken.items():
         if slot in copies.chains:
             trees[slot] = copies.build_tree(slot, state.tokens[-1])
-        elif effect.propose and (room := capacity - state.valid - 1):
+        elif effect.propose and (room := spec.capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
     launched = None
     if proposer is not None and requests:
-        launched = proposer.launch_proposals(requests) if runs_ahead else None
+        launched = proposer.launch_proposals(requests) if spec.runs_ahead else None
         if launched is None:
             trees.update(zip((one.slot for one in requests), proposer.propose(requests), strict=True))
     for slot, (index, (_, state)) in taken.items():

@@ -14,10 +14,9 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepMember
 from adapters.device.speculation.proposer import NO_COPIES, CopiedTexts, DecodingSlot, TextProposer
 from adapters.models.kernels.interfaces.text_matching import Branch
-from effects.decode import RunDecode, choose_search_gap, find_match_class, share_rows
+from effects.decode import FRUITLESS_TEXTS, RunDecode, choose_search_gap, find_match_class, share_rows
 from effects.ids import SlotId, Tokens
 
-MOST_STEPS = 1 << 62  # no step has this number
 MOST_ROWS = 1 << 30  # no step has as many rows
 
 
@@ -42,11 +41,17 @@ class TextSearch:
 
     since: its tokens when it was first seen, or at the first of the searches in a row that found nothing; -1: the last
     search found something. due: the number of the step after which it is searched next; 0: after each step.
+    has_matched: any search has found something. Such a text asks before its launch ends.
+    group: the class of the match that the last search found, of a text with `length` tokens; -1: none.
     """
 
+    slot: SlotId
     state: SlotState
     since: int
     due: int
+    has_matched: bool = False
+    group: int = -1
+    length: int = 0
 
 
 @define(eq=False)
@@ -57,12 +62,13 @@ class StepCopies:
     capacity: int
     # Slots in which the last search found a match. Mostly there are none, and then no request is looked up.
     _matching: set[int] = field(init=False, factory=set[int])
-    # Slots of which any search has found something for the same request: such a text asks before its launch ends.
-    _matched_before: set[int] = field(init=False, factory=set[int])
     _searches: dict[int, TextSearch] = field(init=False, factory=dict[int, TextSearch])  # by slot
     _states: list[SlotState] = field(init=False, factory=list[SlotState])  # of the last step
+    _any_has_matched: bool = field(init=False, default=False)  # any text of the last step's requests
     _steps: int = field(init=False, default=0)  # of all launches
     _next_search: int = field(init=False, default=0)  # number of the step after which a text of `_states` may be due
+    # Requests in a row whose texts were searched and never had a match. It ends with the next first match of a text.
+    _unmatched_texts: int = field(init=False, default=0)
 
     def index_texts(self, members: Sequence[CopyingMember]) -> None:
         """Index the texts of members that have a rule for copies. Called while the device is at their first step.
@@ -91,77 +97,110 @@ class StepCopies:
             self._note_members(members, states)
         if self._steps < self._next_search:
             return [0] * len(members)
-        matched_before = self._matched_before
-        asking = [
-            member
-            for member in members
-            if member.effect.copying is not None or (member.effect.slot in matched_before and member.is_last_step)
-        ]
-        if asking:
+        asking = [member.effect.copying is not None for member in members]
+        if self._any_has_matched and not all(asking):
+            asking = [asks or self._asks_at_end(member) for asks, member in zip(asking, members, strict=True)]
+        if True in asking:
             return self._search(members, asking)
         if self._matching:
             self._matching.difference_update([member.effect.slot for member in members])
         return [0] * len(members)
 
+    def _asks_at_end(self, member: CopyingMember) -> bool:
+        """Is this the last step of the member's launch, and did its text have a match before?"""
+        return member.is_last_step and self._searches[member.effect.slot].has_matched
+
     def _note_members(self, members: Sequence[CopyingMember], states: list[SlotState]) -> None:
         """Note that the step has other requests than the one before. If some have only ended, nothing is due sooner."""
         assert self.proposer is not None
-        slots = [(member.effect.slot, member.state) for member in members]
         if not set(self._states).issuperset(states):
             self._next_search = 0
-            for slot, state in slots:
-                known = self._searches.get(slot)
-                if known is not None and known.state is not state:
-                    self._matched_before.discard(slot)  # another request
+        searches = [self._find_search(member) for member in members]
         self._states = states
-        self.proposer.note_tokens(slots)
+        self._any_has_matched = any(search.has_matched for search in searches)
+        self.proposer.note_tokens([(search.slot, search.state) for search in searches])
 
-    def _search(self, members: Sequence[CopyingMember], asking: Sequence[CopyingMember]) -> Sequence[int]:
+    def _find_search(self, member: CopyingMember) -> TextSearch:
+        """Return the searches of a member's text. They begin anew if its slot has another request than before."""
+        slot = member.effect.slot
+        known = self._searches.get(slot)
+        if known is not None:
+            if known.state is member.state:
+                return known
+            self._matching.discard(slot)
+            self._unmatched_texts += known.due > 0 and not known.has_matched
+        begun = self._searches[slot] = TextSearch(slot, member.state, len(member.state.tokens), 0)
+        return begun
+
+    def _search(self, members: Sequence[CopyingMember], asking: Sequence[bool]) -> Sequence[int]:
         """Search the texts that are due, and note which have a match and when the others are searched again."""
         assert self.proposer is not None
         step = self._steps
-        count = len(members)
-        due = list[tuple[SlotId, SlotState]]()
-        searches = list[TextSearch]()  # of those that are due
-        next_search = MOST_STEPS
-        for member in asking:
-            slot = member.effect.slot
-            state = member.state
-            known = self._searches.get(slot)
-            if known is None or known.state is not state:
-                known = self._searches[slot] = TextSearch(state, len(state.tokens), step)
-            if known.due <= step:
-                due.append((slot, state))
-                searches.append(known)
-            elif known.due < next_search:
-                next_search = known.due
-        matches = dict.fromkeys([member.effect.slot for member in members], 0)
-        found = self.proposer.find_matches(due) if due else ()
-        due_steps = dict[tuple[int, bool], int]()  # by the tokens without a match: many texts have the same number
-        for (slot, state), known, matched in zip(due, searches, found, strict=True):
-            if matched:
-                matches[slot] = matched
-                self._matching.add(slot)
-                if known.since >= 0:
-                    self._matched_before.add(slot)
-                    known.since = -1
-                    known.due = 0
-                next_search = step + 1
-                continue
-            self._matching.discard(slot)
-            tokens = len(state.tokens)
-            if known.since < 0:
-                known.since = tokens
-            key = tokens - known.since, slot in self._matched_before
-            following = due_steps.get(key)
-            if following is None:
-                following = due_steps[key] = find_next_step(step, key[0], count, has_matched=key[1])
-                next_search = min(next_search, following)
-            known.due = following
+        asked = [self._searches[member.effect.slot] for member, asks in zip(members, asking, strict=True) if asks]
+        if self._unmatched_texts >= FRUITLESS_TEXTS:
+            self._put_off_first_searches(asked, len(members))
+        due = [search for search in asked if search.due <= step]
+        found = self.proposer.find_matches([(search.slot, search.state) for search in due]) if due else ()
+        if len(found) == len(members) and all(found):
+            self._note_matches(due, found)
+            self._next_search = step + 1
+            return found
+        matched = [search for search, length in zip(due, found, strict=True) if length]
+        self._note_matches(matched, list(filter(None, found)))
+        self._note_unmatched([search for search, length in zip(due, found, strict=True) if not length], len(members))
         # The launch of another member may end at any step. If its text has matched, it asks then.
-        may_ask = len(asking) < count and self._matched_before
-        self._next_search = step + 1 if may_ask else next_search
-        return list(matches.values())
+        may_ask = len(asked) < len(members) and self._any_has_matched
+        self._next_search = step + 1 if may_ask or matched else min(search.due for search in asked)
+        lengths = dict(zip([search.slot for search in due], found, strict=True))
+        return [lengths.get(member.effect.slot, 0) for member in members]
+
+    def _put_off_first_searches(self, searches: Sequence[TextSearch], members: int) -> None:
+        """Choose when texts are searched that were never searched, where the last texts had no match."""
+        gap = self._choose_gap(0, members, has_matched=False)
+        for search in searches:
+            if not search.due and not search.has_matched:
+                search.due = find_next_step(self._steps - 1, gap)
+
+    def _choose_gap(self, unmatched: int, members: int, *, has_matched: bool) -> int:
+        """Return after how many steps a text is searched again. The arguments are those of `choose_search_gap`."""
+        return choose_search_gap(unmatched, members, has_matched=has_matched, unmatched_texts=self._unmatched_texts)
+
+    def _note_matches(self, searches: Sequence[TextSearch], lengths: Sequence[int]) -> None:
+        """Note that these searches have found matches of these lengths."""
+        for search, length in zip(searches, lengths, strict=True):
+            search.group = find_match_class(length)
+            search.length = len(search.state.tokens)
+            if search.since >= 0:
+                search.since = -1
+                search.due = 0
+            if not search.has_matched:
+                search.has_matched = True
+                self._any_has_matched = True
+                self._unmatched_texts = 0
+        self._matching.update([search.slot for search in searches])
+
+    def _note_unmatched(self, searches: Sequence[TextSearch], members: int) -> None:
+        """Note that these searches have found nothing, and choose when the texts are searched again.
+
+        members: requests of the step.
+        """
+        due_steps = dict[tuple[int, bool], int]()  # by the tokens without a match: many texts have the same number
+        for search in searches:
+            tokens = len(search.state.tokens)
+            if search.since < 0:
+                search.since = tokens
+            search.group = -1
+            self._matching.discard(search.slot)
+            key = tokens - search.since, search.has_matched
+            if key not in due_steps:
+                gap = self._choose_gap(key[0], members, has_matched=key[1])
+                due_steps[key] = find_next_step(self._steps, gap)
+            search.due = due_steps[key]
+
+    def archive_all(self) -> None:
+        """Keep the answers of all slots for a later server. Called when nothing is decoded any more."""
+        if self.proposer is not None:
+            self.proposer.archive_all()
 
     def count_on_branch(self, slot: int) -> int:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
@@ -178,7 +217,6 @@ class StepCopies:
         if proposer is None or not self._matching:
             return NO_COPIES
         asking = list[tuple[DecodingSlot, int, int]]()  # with the tokens of a chain, and those of its branch
-        wanted = list[int]()
         row_limit = MOST_ROWS
         for member in members:
             effect, state = member
@@ -186,17 +224,17 @@ class StepCopies:
             group = self.find_class(effect, state)
             if group < 0 or copying is None:
                 continue
-            length = min(copying.counts[group], self._count_room(member))
-            if length <= 0:
-                continue
-            asking.append((member, length, copying.branches[group]))
-            wanted.append(length + copying.branches[group])
-            row_limit = min(row_limit, copying.rows)
+            length = min(copying.counts[group], effect.steps - 1, self.capacity - state.valid - 1)
+            if length > 0:
+                asking.append((member, length, copying.branches[group]))
+                row_limit = min(row_limit, copying.rows)
+        if not asking:
+            self._forget_left([member.effect.slot for member in members])
+            return NO_COPIES
         chains: dict[int, Tokens] = {}
         branches: dict[int, Branch] = {}
-        for (member, wanted_length, branch_length), share in zip(
-            asking, share_rows(wanted, row_limit - len(members)), strict=True
-        ):
+        shares = share_rows([length + branch for _, length, branch in asking], row_limit - len(members))
+        for (member, wanted_length, branch_length), share in zip(asking, shares, strict=True):
             effect, state = member
             slot = effect.slot
             length = min(share, wanted_length)
@@ -224,9 +262,23 @@ class StepCopies:
         """Has the last search of any text found something? If not, no request copies anything in its next step."""
         return bool(self._matching)
 
-    def has_match(self, members: Iterable[CopyingMember]) -> bool:
+    def has_match(self, members: Sequence[CopyingMember]) -> bool:
         """Would one of these copy text in its next step?"""
-        return bool(self._matching) and any(self.find_class(member.effect, member.state) >= 0 for member in members)
+        if not self._matching:
+            return False
+        if any(self.find_class(member.effect, member.state) >= 0 for member in members):
+            return True
+        self._forget_left([member.effect.slot for member in members])
+        return False
+
+    def _forget_left(self, slots: Iterable[int]) -> None:
+        """Forget all matches if none is of these slots, those of the members. The requests that had them have left.
+
+        Otherwise members would be looked up before each step. A request that comes back is searched after its next
+        step.
+        """
+        if self._matching.isdisjoint(slots):
+            self._matching.clear()
 
     def count_copies(self, members: Sequence[StepMember], copies: CopiedTexts) -> Sequence[CopyCounts]:
         """Return what the outcome of each member says of copies, once `find_matches` was called for the step.
@@ -248,17 +300,16 @@ class StepCopies:
     def find_class(self, effect: RunDecode, state: SlotState) -> int:
         """Return the class of the match after which a member copies in its next step; -1 if it copies nothing."""
         copying = effect.copying
-        if copying is None or self.proposer is None or not copying.steps or effect.slot not in self._matching:
+        if copying is None or not copying.steps or effect.slot not in self._matching:
             return -1
-        group = find_match_class(self.proposer.read_match(effect.slot, state))
-        return group if group >= 0 and copying.counts[group] else -1
+        known = self._searches[effect.slot]
+        if known.state is not state or known.length != len(state.tokens):
+            return -1  # the match was one of another request, or of fewer tokens
+        return known.group if copying.counts[known.group] else -1
 
 
-def find_next_step(step: int, unmatched: int, members: int, *, has_matched: bool) -> int:
-    """Return the number of the step behind this one after which a text is searched again. Arguments: as in
-    `choose_search_gap`.
-    """
-    gap = choose_search_gap(unmatched, members, has_matched=has_matched)
+def find_next_step(step: int, gap: int) -> int:
+    """Return the number of the first step behind this one that divides by the gap: all texts are due together."""
     return (step // gap + 1) * gap
 
 

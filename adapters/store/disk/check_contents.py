@@ -68,7 +68,7 @@ def list_contents(found: Survey) -> list[str]:
 
 def check_content(folder: PrivateFolder, name: str) -> None:
     """Read a run or a file of recent prompts to its end. Raises Damaged, Newer, Outdated, OSError."""
-    if classify_name(name) == "recent":
+    if classify_name(name) in ("recent", "answers"):
         return check_recents(folder, name)
     descriptor = folder.open_existing(name)
     try:
@@ -143,12 +143,12 @@ def parse_span(about: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_recents(folder: PrivateFolder, name: str) -> None:
-    """Check a file of recent prompts. A torn end is no damage, since a kill leaves one. Raises Damaged, Newer, OSError.
+    """Check a file of recent prompts or answers. A torn end is no damage, since a kill leaves one.
 
-    There is no version before the present one.
+    Raises Damaged, Newer, OSError.
     """
     raw = read_whole(folder, name, MAX_FILE_BYTES)
-    if raw.startswith(recent_prompts.ANY_MAGIC) and not raw.startswith(recent_prompts.MAGIC):
+    if recent_prompts.is_newer(raw):
         raise Newer
     recents = RecentPrompts(max_bytes=MAX_FILE_BYTES)
     if raw and not recent_prompts.restore_prompts(raw, recents) and not len(recents):

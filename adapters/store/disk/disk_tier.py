@@ -43,10 +43,11 @@ from adapters.store.files.private_folder import LOCK, PrivateFolder
 from adapters.store.files.read_run import RunFile
 from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
+from adapters.store.kept_answers import ANSWER_SHARE, MAX_ANSWER_BYTES, KeptAnswers, NotePrompt
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.run_read import BATCH_BYTES, ReadSource
 from adapters.store.slab_memory import SlabMemory
-from adapters.store.tier import NotePrompt, WriteRun
+from adapters.store.tier import WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
 
@@ -82,7 +83,8 @@ class DiskTier:
     _unindexed_names: list[str] = field(factory=list[str])
     _upkeep: FolderUpkeep = field(init=False)
     _journal: JournalFile = field(init=False)
-    _recent: RecentPromptsFile = field(init=False)
+    answers: KeptAnswers = field(init=False)
+    _lists: Mapping[bool, RecentPromptsFile] = field(init=False)  # by `NotePrompt.is_answer`
     codec_choice: CodecChoiceFile = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -90,7 +92,12 @@ class DiskTier:
         self._reader = RunFileReader(self.folder, self.layout, self.quarantine, self._count_read)
         self._upkeep = FolderUpkeep(self.folder, self.lock)
         self._journal = JournalFile(self.index, self._upkeep)
-        self._recent = RecentPromptsFile(self.recent_prompts, self.index.origin, self._upkeep)
+        self.answers = KeptAnswers(self.submit, min(MAX_ANSWER_BYTES, self.index.budget // ANSWER_SHARE))
+        place = self.index.origin, self._upkeep
+        self._lists = {
+            False: RecentPromptsFile(self.recent_prompts, *place),
+            True: RecentPromptsFile(self.answers.records, *place, "answers", "answers to copy from"),
+        }
         self.codec_choice = CodecChoiceFile(self._upkeep, self.chooser)
 
     # --- start and end ---
@@ -113,7 +120,9 @@ class DiskTier:
         there = [entry for entry in kept.entries.values() if listing.get(self.get_file_name(entry)) == entry.size]
         for entry in self.index.add_all(there):
             del listing[self.get_file_name(entry)]  # what is left of the listing is not in the index
-        self._recent.load(listing)
+        for one in self._lists.values():
+            one.load(listing)
+        self.answers.note_restored()
         for name in [name for name in listing if classify_name(name) == "temporary"]:
             self._upkeep.remove(name)
             del listing[name]
@@ -164,7 +173,8 @@ class DiskTier:
         with self.lock:
             if self._closing or self.queued_bytes + job.size > self.max_queued_bytes:
                 self._upkeep.counts["dropped_queue_full"] += 1
-                self._recent.has_lost_prompt = self._recent.has_lost_prompt or isinstance(job, NotePrompt)
+                if isinstance(job, NotePrompt):
+                    self._lists[job.is_answer].has_lost_prompt = True
                 return False
             self.queued_bytes += job.size
             self._queue.put(job)
@@ -193,6 +203,7 @@ class DiskTier:
                 **{name: self._upkeep.counts[name] for name in COUNTED},
                 "queued_bytes": self.queued_bytes,
                 "recent_prompts": len(self.recent_prompts),
+                "kept_answers": len(self.answers.records),
                 "codec": self.chooser.choice,
             }
             return evolve(self.index.collect_figures(), more=own)
@@ -247,7 +258,7 @@ class DiskTier:
     async def _carry_out(self, job: WriteRun | NotePrompt) -> None:
         try:
             if isinstance(job, NotePrompt):
-                self._recent.write_prompt(job.recent)
+                self._lists[job.is_answer].write_prompt(job.recent)
             else:
                 await self._write_run(job)
         except (OSError, MemoryError) as error:

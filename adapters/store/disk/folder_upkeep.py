@@ -17,7 +17,7 @@ from adapters.store.files.seekable import Damaged
 
 log = logging.getLogger("rekindle.store")
 
-KINDS = ("run", "journal", "recent", "codec")  # of files, as they are labelled where damage is counted
+KINDS = ("run", "journal", "recent", "answers", "codec")  # of files, as they are labelled where damage is counted
 MOST_QUARANTINED = 8  # files that are kept for people to examine
 
 
@@ -58,6 +58,11 @@ class FolderUpkeep:
         self.counts["rebuilt"] += 1
         self.damaged_files[kind] += 1
         log.warning("torn or damaged files are replaced: %s", description)
+
+    def report_newer(self, description: str) -> None:
+        """Count and log a file of a newer version, which stays as it is. description: what it is."""
+        self.counts["newer"] += 1
+        log.warning("a newer version wrote %s, which is not read and not changed", description)
 
     def report_write(self, error: OSError | MemoryError | None) -> None:
         """Count whether writing worked. One line is logged when failures begin, and one when they end."""

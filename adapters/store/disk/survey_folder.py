@@ -48,7 +48,7 @@ class Survey:
     outdated: list[str] = field(factory=list[str])
     quarantined: list[str] = field(factory=list[str])  # damaged-*
     temporary: list[str] = field(factory=list[str])
-    recent_prompts: list[str] = field(factory=list[str])
+    recent_prompts: list[str] = field(factory=list[str])  # and answers
     foreign: list[str] = field(factory=list[str])  # names that are not ours
     sizes: dict[str, int] = field(factory=dict[str, int])
     journal: journal.JournalContents | None = None
@@ -100,7 +100,7 @@ def survey(folder: PrivateFolder) -> Survey:
                     found.quarantined.append(name)
                 case "temporary":
                     found.temporary.append(name)
-                case "recent":
+                case "recent" | "answers":
                     found.recent_prompts.append(name)
                 case "run":
                     add_description(folder, name, known, found)

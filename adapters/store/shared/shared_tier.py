@@ -42,6 +42,7 @@ from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import CodecChooser
 from adapters.store.files.expected import Expected
 from adapters.store.files.file_format import Layout
+from adapters.store.kept_answers import NotePrompt
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.run_read import BATCH_BYTES, ReadSource
 from adapters.store.shared.availability import Availability, read_clock
@@ -55,7 +56,7 @@ from adapters.store.shared.publisher import TASKS, UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
 from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import SlabMemory
-from adapters.store.tier import NotePrompt, WriteRun
+from adapters.store.tier import WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
 
@@ -79,6 +80,7 @@ class SharedTier:
     limits: SharedLimits
     chooser: CodecChooser
     recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    answers: ClassVar[None] = None
     clock: Callable[[], float] = read_clock
     server: str = field(factory=lambda: secrets.token_hex(8))
     counts: Counter[str] = field(factory=Counter[str])

@@ -12,7 +12,7 @@ from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.drafting import Drafting, DraftProposer
 from adapters.device.speculation.proposer import DraftModel, TextProposer
-from adapters.device.speculation.suffix_proposer import SuffixProposer
+from adapters.device.speculation.suffix_proposer import AnswerKeeper, SuffixProposer
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interfaces.layer_interface import Kernels
@@ -105,6 +105,15 @@ def build_text_proposer(options: Options, neighbours: DraftNeighbours) -> Suffix
         log.log(level, "--draft %s: nothing is copied, because there is no compiled library", asked)
         return None
     return SuffixProposer(matcher)
+
+
+def with_kept_answers(parts: ExecutorParts, answers: AnswerKeeper | None) -> ExecutorParts:
+    """Return the parts of an executor whose copied answers outlive this server. answers: keeps them; None: nothing."""
+    copying = parts.text_proposer
+    if answers is None or not isinstance(copying, SuffixProposer):
+        return parts
+    vocab_size = parts.shard.spec.vocab_size
+    return evolve(parts, text_proposer=evolve(copying, answers=answers, vocab_size=vocab_size))
 
 
 def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline, batch_rows: int) -> int:

@@ -7,10 +7,11 @@ result says what a draft knows of these texts, and not when the server would let
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 
 import anyio
-from attrs import asdict, define, evolve
+from attrs import asdict, define, evolve, field
 from rich.console import Console
 from rich.table import Table
 
@@ -47,6 +48,9 @@ class DraftFigures:
     proposing: int = 0
     proposed: int = 0
     accepted: int = 0
+    # By position behind the last token: the steps whose proposals before it were all right, and those right there too.
+    reached: Counter[int] = field(factory=Counter[int])
+    right: Counter[int] = field(factory=Counter[int])
 
     @property
     def tokens_per_step(self) -> float:
@@ -63,6 +67,16 @@ class DraftFigures:
         self.proposing += done.proposed > 0
         self.proposed += done.proposed
         self.accepted += done.accepted
+        # A tree is one deeper nowhere than its chain, and only its chain has positions.
+        chain = done.copied or done.proposed
+        accepted = min(done.accepted - done.on_branch if done.branched else done.accepted, chain)
+        self.reached.update(range(min(chain, accepted + 1)))
+        self.right.update(range(accepted))
+
+    @property
+    def right_by_position(self) -> list[float]:
+        """For each position, how often the proposal there was right if all before it were."""
+        return [round(self.right[at] / self.reached[at], 4) for at in sorted(self.reached)]
 
 
 def run_speculation_bench(wanted: SpeculationBenchOptions) -> int:
@@ -182,9 +196,11 @@ class AnswerReplay:
 
 def describe_figures(figures: DraftFigures) -> dict[str, object]:
     return {
-        **asdict(figures),
+        **asdict(figures, filter=lambda attribute, _: attribute.name not in ("reached", "right")),
         "tokens_per_step": round(figures.tokens_per_step, 3),
         "accepted_per_proposal_step": round(figures.accepted_per_proposal_step, 3),
+        "proposing_share": round(figures.proposing / max(1, figures.steps), 4),
+        "right_by_position": figures.right_by_position,
     }
 
 

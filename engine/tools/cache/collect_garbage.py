@@ -11,9 +11,10 @@ from pathlib import Path
 from attrs import define, frozen
 from rich.console import Console
 
-from adapters.store import index_journal, recent_prompts
+from adapters.store import index_journal
 from adapters.store.block_index import BlockIndex
 from adapters.store.disk import check_contents, survey_folder
+from adapters.store.disk.file_names import LIST_KINDS, format_list_name
 from adapters.store.disk.survey_folder import Survey, SurveyedFile
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from engine.settings.output.formatting import format_bytes
@@ -109,9 +110,8 @@ def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
     if unwanted.identity:
         chosen = choose_removal(identities, unwanted.identity)
         removal.left = [file for file in found.kept if file.identity == chosen.name]
-        mine = {
-            recent_prompts.PREFIX + identity.origin.hex() for identity in identities if identity.name == chosen.name
-        }
+        origins = [identity.origin for identity in identities if identity.name == chosen.name]
+        mine = {format_list_name(kind, origin) for origin in origins for kind in LIST_KINDS.values()}
         others = [file.name for file in found.kept if file.identity != chosen.name]
         removal.add([*others, *(name for name in found.recent_prompts if name not in mine)], "of other identities")
     if unwanted.budget is not None and removal.left:

@@ -13,12 +13,14 @@ from attrs import evolve, frozen
 
 from effects.ids import Tier
 from engine.settings.user_error import UserError
+from engine.tools.simulation.acceptance_profile import AcceptanceProfile
 from states.rates import Rates
 from states.routing.route_prices import SHARED_TIER
 
 # The number of position ranges that the world's rates distinguish: up to 2**19 tokens.
 SPANS = 10
 MOST_FILE = 1 << 16  # bytes
+NO_NUMBERS = frozenset({"source", "acceptance"})
 
 
 @frozen
@@ -36,6 +38,7 @@ class Costs:
     # With a draft or copies: tokens that a decode step gives on average, and its time over that of a plain one.
     tokens_per_step: float = 1.0
     step_price: float = 1.0
+    acceptance: AcceptanceProfile | None = None  # of a draft or copies; it replaces `tokens_per_step`
     host: int = 600  # load one token's rows from host memory
     disk: int = 4_300  # load one token's rows from disk
     shared: int = 21_000  # load one token's rows from the shared tier of a fleet: 1 Gbit/s
@@ -79,13 +82,21 @@ class Costs:
 
         Where a step gives several tokens, that is a token's share of the step.
         """
+        tokens = self.tokens_per_step if self.acceptance is None else self.acceptance.tokens_per_step
+        return round(self.plain_ns(positions) * self.step_price / tokens)
+
+    def plain_ns(self, positions: list[int]) -> float:
+        """Return the time of a step in which these requests propose nothing."""
         alone = self.decode + self.decode_slope * max(positions)
-        plain = self.launch + alone + self.decode_more * (len(positions) - 1)
-        return round(plain * self.step_price / self.tokens_per_step)
+        return self.launch + alone + self.decode_more * (len(positions) - 1)
 
     def mixed_ns(self, positions: list[int], start: int, stop: int) -> int:
-        """Return the time of both in one forward: the sum of both, less one launch."""
-        return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
+        """Return the time of both in one forward: the sum of both, less one launch.
+
+        With an acceptance profile, nothing is proposed in such a step.
+        """
+        decode_ns = self.decode_ns(positions) if self.acceptance is None else round(self.plain_ns(positions))
+        return decode_ns + self.chunk_ns(start, stop) - self.launch
 
     def build_rates(self, *, shared: bool = False) -> Rates:
         """Return the rates that the engine would have measured at its start: nanoseconds per token.
@@ -102,14 +113,14 @@ class Costs:
 
 def list_figures(costs: Costs) -> dict[str, Any]:
     """Return the figures that are numbers."""
-    return attrs.asdict(costs, filter=lambda attribute, _: attribute.name != "source")
+    return attrs.asdict(costs, filter=lambda attribute, _: attribute.name not in NO_NUMBERS)
 
 
 def read_costs(path: Path, before: Costs) -> Costs:
     """Return the costs with the figures of a file, a JSON object, in place of some. Raises UserError or OSError."""
     if path.stat().st_size > MOST_FILE:
         raise UserError(f"--costs {path}: larger than {MOST_FILE} bytes")
-    known = [field.name for field in attrs.fields(Costs)]
+    known = [field.name for field in attrs.fields(Costs) if field.name != "acceptance"]
     accepted = f"accepted: a JSON object with any of {', '.join(known)}"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

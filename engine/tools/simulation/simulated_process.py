@@ -36,6 +36,7 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
 from effects.timer import StartTimer
 from engine.tools.simulation.simulated_compression import count_scored, shorten_prompt
 from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_steps import DecodingRequest, TakenSteps, take_steps
 from engine.tools.simulation.simulated_store import SimulatedStore
 from engine.tools.simulation.tally import RequestTally
 from engine.tools.simulation.virtual_clock import Clock, SerialServer
@@ -65,7 +66,8 @@ class Process:
     """A process that gets requests by `submit`. Everything else happens on the clock.
 
     An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
-    fails here, no client cancels, and there is no draft, so settings must not ask for one.
+    fails here and no client cancels. There is no draft, so settings must not ask for one; the costs may say how many
+    tokens a step gives with one.
 
     keep_frozen: keeps the text of frozen messages.
     """
@@ -194,7 +196,8 @@ class Process:
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
         def answer_all() -> None:
-            self.on_decoded([effect_request.request for effect_request in decode_steps], 1, 0)
+            steps = TakenSteps((1,) * len(decode_steps), 1, 0)
+            self.on_decoded([effect_request.request for effect_request in decode_steps], steps)
             self.on_prefilled(request, piece, 0)
 
         self.run_after(took, answer_all)
@@ -217,31 +220,16 @@ class Process:
         return min(len(live.answer) - live.answered_tokens for live in lives)
 
     def decode(self, effect_requests: tuple[EffectRequest, ...], most: int) -> None:
-        """Decode some tokens of each request as one event.
-
-        It holds as many steps as end before the next event on the clock. The times of the steps are added one by one,
-        so the result equals that of single steps.
-        """
-        positions = [
-            effect_request.effect.position
-            for effect_request in effect_requests
-            if isinstance(effect_request.effect, RunDecode)
+        """Decode some tokens of each request as one event: as many steps as end before the next event on the clock."""
+        lives = [self.live[one.request] for one in effect_requests]
+        members = [
+            DecodingRequest(one.request, one.effect.position, len(live.answer) - live.answered_tokens)
+            for one, live in zip(effect_requests, lives, strict=True)
+            if isinstance(one.effect, RunDecode)
         ]
-        room = self.clock.next - max(self.lane.free, self.clock.now)
-        took = self.costs.decode_ns(positions)
-        steps = 1
-        while steps < most:
-            more = self.costs.decode_ns([position + steps for position in positions])
-            if took + more > room:
-                break
-            took = took + more
-            steps = steps + 1
-        self.run_after(
-            took,
-            partial(
-                self.on_decoded, [effect_request.request for effect_request in effect_requests], steps, took // steps
-            ),
-        )
+        taken = take_steps(self.costs, members, most, self.clock.next - max(self.lane.free, self.clock.now))
+        requests = [one.request for one in effect_requests]
+        self.run_after(taken.ns, partial(self.on_decoded, requests, taken))
 
     def run_after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
@@ -268,13 +256,13 @@ class Process:
         assert isinstance(state, StateWithSlot), state
         return state
 
-    def on_decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
-        """Feed the next tokens of each answer. took: nanoseconds of one step."""
-        for request in requests:
+    def on_decoded(self, requests: list[RequestId], taken: TakenSteps) -> None:
+        """Feed the next tokens of each answer."""
+        for request, count in zip(requests, taken.tokens, strict=True):
             live = self.live[request]
-            tokens = live.answer[live.answered_tokens : live.answered_tokens + steps]
-            live.answered_tokens += steps
-            self.feed(request, Decoded(tokens, ns=took, accepted=0, steps=steps))
+            tokens = live.answer[live.answered_tokens : live.answered_tokens + count]
+            live.answered_tokens += count
+            self.feed(request, Decoded(tokens, ns=taken.ns // taken.steps, accepted=0, steps=taken.steps))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:

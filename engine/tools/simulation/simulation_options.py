@@ -95,6 +95,16 @@ class SimulatedServerOptions:
     costs: Annotated[Path | None, Parameter(group=SERVER)] = None
     """JSON file with durations (docs/SIMULATE.md). By default the recorded ones, or those measured with the demo."""
 
+    acceptance: Annotated[Path | None, Parameter(group=SERVER)] = None
+    """Output of `rekindle bench speculation --json`: how often proposals are right, by position. Decode steps then give
+    as many tokens as are drawn from it. Their time is `step_price` of --costs."""
+
+    draft: Annotated[str, Parameter(group=SERVER)] = ""
+    """Kind of draft in that output. By default the first one."""
+
+    width: Annotated[int, Parameter(group=SERVER, validator=natural_number(31))] = 0
+    """Proposals of a decode step at most. 0: as many as were measured."""
+
     shared_head: Annotated[bool, Parameter(group=SERVER, negative="", show_default=False)] = False
     """For logs of token counts: sessions with the same number of tool tokens share tools and system prompt."""
 

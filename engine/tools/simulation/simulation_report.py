@@ -76,6 +76,8 @@ def list_notes(logs: Logs, setup: Setup) -> list[str]:
     if setup.interleave:
         lines.append(f"Sessions in rounds of {setup.interleave}, whose clocks start together.")
     lines.append(f"Times are predicted. Costs: {setup.costs.source}.")
+    if (profile := setup.costs.acceptance) is not None:
+        lines.append(f"Proposals of {profile.draft}: {profile.tokens_per_step:.2f} tokens a decode step.")
     if logs.texts:
         lines.append(f"Texts were read with {logs.texts}.")
     return lines

@@ -13,7 +13,15 @@ from adapters.device.speculation.proposer import DecodingSlot
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
-from effects.decode import FIRST_SEARCH_SHARE, LONGEST_SEARCH_GAP, SEARCH_SHARE, Copying, RunDecode, choose_search_gap
+from effects.decode import (
+    FIRST_SEARCH_SHARE,
+    FRUITLESS_TEXTS,
+    LONGEST_SEARCH_GAP,
+    SEARCH_SHARE,
+    Copying,
+    RunDecode,
+    choose_search_gap,
+)
 from effects.ids import RequestId, SlotId
 
 MATCHER = build_text_matcher()
@@ -208,3 +216,23 @@ def test_a_member_that_ends_makes_no_search_due():
         for _ in range(2):
             decoding.take_step(draw(rng, left))
     assert len(decoding.proposer.searches) == searched
+
+
+def test_where_many_texts_had_no_match_the_next_ones_are_searched_as_seldom_as_any_until_one_has_a_match():
+    rng = random.Random(9)
+    decoding = begin([draw(rng, 50)])
+    for request in range(1 + FRUITLESS_TEXTS):
+        decoding.states[0] = make_state(draw(rng, 50), request)
+        for _ in range(5):
+            assert decoding.take_step(draw(rng, 1)) == [0]
+    before = len(decoding.proposer.searches)
+    prompt = draw(rng, 50)
+    decoding.states[0] = make_state(prompt, 100)
+    found = [decoding.take_step([token])[0] for token in prompt[:40]]
+    first = next(at for at, matched in enumerate(found) if matched)
+    assert first < LONGEST_SEARCH_GAP + 2
+    assert found[first:] == list(range(first + 1, 41)), "each step from then on"
+    assert len(decoding.proposer.searches) - before <= 40 - first + 1
+    prompt = draw(rng, 50)
+    decoding.states[0] = make_state(prompt, 101)
+    assert [decoding.take_step([token])[0] for token in prompt[:4]] == [0, 0, 3, 4], "one had a match"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from adapters.device.speculation.proposer import DecodingSlot, TextProposer
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
-from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, IndexedText, TextMatcher
 from effects.all import EffectRequest
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode, share_rows
 from effects.grammar import Grammar
-from effects.ids import RequestId, SlotId
+from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.prefill import PrefillAdvanced, RunPrefill
 from engine.tools.bench.forced_answer import force_answers
@@ -55,8 +56,15 @@ def match(own: list[int], archive: list[int] | None = None, count: int = 4) -> t
     texts[0].append(own)
     if archive:
         texts[1].append(archive)
-    matcher().match([(texts[0], texts[1] if archive else None)])
+    search(texts[0], texts[1] if archive else None)
     return texts[0].matched, texts[0].copy(count)
+
+
+def search(own: IndexedText, archive: IndexedText | None = None, tokens: Sequence[int] = ()) -> int:
+    """Append tokens to a text, search it, and return the length of its match."""
+    (matched,) = matcher().make_batch([(own, archive)]).match_appended([tokens])
+    assert matched == own.matched
+    return matched
 
 
 def a_state(tokens: list[int], request: int = 1, **named: Any) -> SlotState:
@@ -103,8 +111,8 @@ def test_a_text_that_grows_is_searched_like_one_that_came_at_once(parts):
     growing = matcher().make_text()
     for part in parts:
         growing.append(part)
-        matcher().match([(growing, None)])
-    matcher().match([(growing, None)])
+        search(growing)
+    search(growing)
     assert (growing.matched, growing.copy(4)) == match([token for part in parts for token in part])
 
 
@@ -112,9 +120,9 @@ def test_an_index_that_is_built_again_for_a_longer_text_finds_the_same():
     text = matcher().make_text()
     tokens = [token for start in range(0, 3000, 3) for token in (start, start + 1, start + 2)]
     text.append(tokens[:1000])
-    matcher().match([(text, None)])
+    search(text)
     text.append([*tokens[1000:], *tokens[500:520]])
-    matcher().match([(text, None)])
+    search(text)
     assert (text.matched, text.copy(2)) == (20, tuple(tokens[520:522]))
 
 
@@ -177,13 +185,18 @@ def test_what_is_kept_is_bounded(monkeypatch):
 
 
 def test_a_match_counts_for_the_text_that_it_was_found_in_only():
-    proposer = SuffixProposer(matcher())
-    state = a_state([1, 2, 3, 4, 1, 2, 3])
-    assert proposer.read_match(0, state) == 0, "nothing was searched yet"
-    assert proposer.find_matches([(0, state)]) == [proposer.read_match(0, state)] == [3]
-    assert proposer.read_match(0, a_state([1, 2, 3, 4, 1, 2, 3], 2)) == 0
+    copies = StepCopies(SuffixProposer(matcher()), 999)
+    text = [1, 2, 3, 4, 1, 2, 3]
+    state = a_state([*text])
+    member = a_member(0, state, a_rule(2))
+    assert copies.choose([member]).chains == {}, "nothing was searched yet"
+    assert copies.find_matches([member]) == [3]
+    assert copies.choose([member]).chains == {0: (4, 1)}
+    assert copies.find_class(member.effect, a_state([*text], 2)) == -1
+    assert copies.find_class(member.effect, state) == 0
     state.tokens.append(5)
-    assert proposer.read_match(0, state) == 0
+    assert copies.find_class(member.effect, state) == -1
+    assert copies.choose([member]).chains == {}
 
 
 @pytest.mark.parametrize("archived", [False, True])
@@ -196,13 +209,12 @@ def test_one_more_token_gives_what_a_search_of_the_whole_text_gives(archived):
     searched = archive if archived else None
     step_by_step = matcher().make_text()
     for count, token in enumerate(own, 1):
-        matched = matcher().match_next(step_by_step, token, searched)
-        assert matched == step_by_step.matched
+        matched = search(step_by_step, searched, [token])
         if count % 50:
             continue
         at_once = matcher().make_text()
         at_once.append(own[:count])
-        matcher().match([(at_once, searched)])
+        search(at_once, searched)
         assert (matched, step_by_step.copy(31)) == (at_once.matched, at_once.copy(31))
 
 
@@ -262,18 +274,36 @@ def test_no_request_is_looked_up_where_the_last_search_found_nothing(monkeypatch
     states = [a_state([*range(first, first + 40)], first) for first in (1, 101)]
     members = [a_member(slot, state, a_rule(9)) for slot, state in enumerate(states)]
     asked = list[int]()
-    read = SuffixProposer.read_match
+    look = StepCopies.find_class
     monkeypatch.setattr(
-        SuffixProposer, "read_match", lambda proposer, slot, state: asked.append(slot) or read(proposer, slot, state)
+        StepCopies, "find_class", lambda copies, effect, state: asked.append(effect.slot) or look(copies, effect, state)
     )
     assert copies.find_matches(members) == [0, 0]
-    assert (copies.choose(members).chains, [copies.find_class(*one) for one in members], asked) == ({}, [-1, -1], [])
+    assert (copies.choose(members).chains, asked) == ({}, [])
     states[1].tokens += range(105, 109)
     assert copies.find_matches(members[1:]) == [4]
-    assert (copies.choose(members).chains, asked) == ({1: tuple(range(109, 118))}, [1])
+    assert (copies.choose(members).chains, asked) == ({1: tuple(range(109, 118))}, [0, 1])
     states[1].tokens.append(7000)
     assert copies.find_matches(members) == [0, 0]
-    assert (copies.choose(members).chains, asked) == ({}, [1])
+    assert (copies.choose(members).chains, asked) == ({}, [0, 1])
+
+
+def test_a_request_that_leaves_with_a_match_is_looked_up_once_more_and_no_further(monkeypatch: pytest.MonkeyPatch):
+    copies = StepCopies(SuffixProposer(matcher()), 999)
+    states = [a_state([*range(first, first + 40)], first) for first in (1, 101)]
+    members = [a_member(slot, state, a_rule(9)) for slot, state in enumerate(states)]
+    states[1].tokens += range(105, 109)
+    assert copies.find_matches(members) == [0, 4]
+    assert copies.has_matching_text
+    states[0].tokens.append(50)
+    assert copies.find_matches(members[:1]) == [0]
+    assert copies.has_matching_text, "the other one may come back"
+    assert copies.choose(members[:1]).chains == {}
+    assert not copies.has_matching_text
+    for token in (109, 110):
+        states[1].tokens.append(token)
+        assert copies.find_matches(members)[1] == token - 104
+    assert copies.choose(members).chains == {1: tuple(range(111, 120))}, "it has come back"
 
 
 def test_all_members_share_the_rows_of_a_step():
@@ -420,16 +450,13 @@ class Script(TextProposer):
 
     def find_matches(self, slots):
         self.lengths |= {slot: len(state.tokens) for slot, state in slots}
-        return [self.read_match(slot, state) for slot, state in slots]
+        return [40 * ((slot, len(state.tokens)) in self.at) for slot, state in slots]
 
     def index_texts(self, slots):
         """There is no text."""
 
     def note_tokens(self, slots):
         self.find_matches(slots)
-
-    def read_match(self, slot, state):
-        return 40 * ((slot, len(state.tokens)) in self.at)
 
     def copy(self, slot, count):
         self.copied.append(slot)
@@ -507,3 +534,61 @@ async def test_a_launch_that_takes_a_prompt_along_copies_nothing_and_ends_at_a_m
     assert text.copied == []
     assert read == PrefillAdvanced(min(14 * taken, 69))
     assert driver.executor.close()
+
+
+# --- answers of earlier servers ---
+
+
+@define
+class Kept:
+    """Implements `AnswerKeeper` in memory."""
+
+    answers: list[tuple[str, Tokens]] = field(factory=list)
+    taken: list[str] = field(factory=list)
+
+    def take_answers(self, salt: str) -> Sequence[Tokens]:
+        self.taken.append(salt)
+        found = [tokens for own, tokens in self.answers if own == salt]
+        self.answers = [one for one in self.answers if one[0] != salt]
+        return found
+
+    def keep_answer(self, tokens: Tokens, salt: str) -> None:
+        self.answers.append((salt, tokens))
+
+
+def test_a_request_copies_the_answers_of_an_earlier_server_with_its_salt_only():
+    kept = Kept([("a", tuple(range(100, 140))), ("b", tuple(range(200, 240)))])
+    proposer = SuffixProposer(matcher(), kept)
+    assert proposer.find_matches([(0, a_state([9, *range(200, 205)], salt="a"))]) == [0]
+    later = a_state([9, *range(110, 115)], 2, salt="a")
+    assert proposer.find_matches([(1, later)]) == [5]
+    assert proposer.copy(1, 3) == (115, 116, 117)
+    assert proposer.find_matches([(0, a_state([9, *range(200, 205)], 3, salt="b"))]) == [5]
+    assert kept.taken == ["a", "b"]
+
+
+def test_answers_with_tokens_that_the_vocabulary_has_not_are_left_out():
+    kept = Kept([("", (1, 2, 3, 4, 99)), ("", (-5, 1, 2, 3, 5)), ("", (1, 2, 3, 6)), ("", ())])
+    proposer = SuffixProposer(matcher(), kept, vocab_size=50)
+    assert proposer.find_matches([(0, a_state([9, 1, 2, 3]))]) == [3]
+    assert proposer.copy(0, 2) == (6,)
+
+
+def test_answers_are_kept_when_they_end_or_when_the_server_does_unless_their_request_says_no():
+    kept = Kept()
+    proposer = SuffixProposer(matcher(), kept)
+    ended = a_state([1, 2], 1, salt="a", stops=frozenset({0}))
+    private = a_state([1, 2], 2, stops=frozenset({0}), keeps_answer=False)
+    running = a_state([1, 2], 3)
+    states = [(0, ended), (1, private), (2, running)]
+    proposer.find_matches(states)
+    for _, state in states:
+        state.tokens += range(100, 130)
+    ended.tokens.append(0)
+    private.tokens.append(0)
+    proposer.find_matches(states)
+    assert kept.answers == [("a", (1, 2, *range(100, 130), 0))]
+    assert proposer.find_matches([(1, a_state([9, 105, 106, 107], 4))]) == [3], "within this server it is copied"
+    proposer.archive_all()
+    proposer.archive_all()
+    assert kept.answers[1:] == [("", (1, 2, *range(100, 130)))]

@@ -47,7 +47,7 @@ def searched(own: list[int], archive: list[int] | None = None) -> IndexedText:
     texts[0].append(own)
     if archive:
         texts[1].append(archive)
-    matcher().match([(texts[0], texts[1] if archive else None)])
+    matcher().make_batch([(texts[0], texts[1] if archive else None)]).match_appended([()])
     return texts[0]
 
 

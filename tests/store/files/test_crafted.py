@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from adapters.store import index_journal, recent_prompts
+from adapters.store import index_journal
 from adapters.store.disk import check_contents
 from adapters.store.disk import disk_tier as disk_module
 from adapters.store.disk.disk_tier import MAX_WRITER_RESTARTS
@@ -343,7 +343,7 @@ def test_another_identity_shares_nothing(path: Path) -> None:
     ours, theirs = sorted(files(path), key=lambda file: file.name.partition("-")[2])
     names = {file.name.partition("-")[0] for file in (ours, theirs)}
     assert len(names) == 2, "no key in common"
-    assert len(list(path.glob(recent_prompts.PREFIX + "*"))) == 2
+    assert len(list(path.glob("recent-*"))) == 2
     theirs.write_bytes(ours.read_bytes())
     again = disk_store(path, layout=OTHER)
     with pytest.raises(Damaged):

@@ -73,22 +73,26 @@ class IndexedText(Protocol):
         ...
 
 
+class TextBatch(Protocol):
+    """Texts that are searched together, each with the archive that is searched for it."""
+
+    def match_appended(self, appended: Sequence[Sequence[int]]) -> list[int]:
+        """Append these tokens to each text, search all texts, and return `IndexedText.matched` of each.
+
+        Nothing else may have been appended to an archive since the batch was made.
+        """
+        ...
+
+
 class TextMatcher(Protocol):
     """Makes texts and searches them."""
 
     def make_text(self) -> IndexedText: ...
 
-    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
-        """Search each text, and its archive, for the longest match of the end of the text.
+    def make_batch(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> TextBatch:
+        """Return a batch of these texts with their archives.
 
-        Of equally long matches, the one with the most frequent next token is taken, and of these the newest. The text
-        is preferred to the archive.
-        """
-        ...
-
-    def match_next(self, own: IndexedText, token: int, archive: IndexedText | None) -> int:
-        """Append a token to the text, search it as `match` does, and return `IndexedText.matched`.
-
-        It is quicker than two calls: most steps of a request that decodes alone give one token.
+        A search looks for the longest match of the end of a text. Of equally long matches, the one with the most
+        frequent next token is taken, and of these the newest. The text is preferred to the archive.
         """
         ...

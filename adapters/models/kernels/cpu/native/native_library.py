@@ -202,6 +202,8 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
         declare_frames(calls)
         calls.rekindle_match_texts.argtypes = [pointer, size]
         calls.rekindle_match_texts.restype = None
+        calls.rekindle_match_appended.argtypes = [pointer, pointer, pointer, pointer, size]
+        calls.rekindle_match_appended.restype = ctypes.c_int64
         calls.rekindle_find_branch.argtypes = [pointer, size]
         calls.rekindle_find_branch.restype = None
     level = code.rekindle_level()

@@ -9,10 +9,10 @@
 
 // A place is the number of a token that others stand before. Places from PREFIX_TOKENS to `indexed` are in the chains.
 typedef struct {
-    const int32_t *tokens;
+    int32_t *tokens;
     int32_t *earlier; // by place: the next older place of the same hash; 0: there is none
     int32_t *newest;  // by hash; 0: there is none
-    int64_t count, indexed, bits; // tokens; places; of a hash
+    int64_t count, indexed, bits, room; // tokens; places; of a hash; tokens that there is memory for
 } text_t;
 
 // A place that was compared: `length` tokens before it agree with the end of the text.
@@ -199,4 +199,21 @@ void rekindle_match_texts(match_t *const *matches, long count) {
         }
         if (match->source) copy_text(match);
     }
+}
+
+// Appends new tokens to the own text of each match, `counts[i]` of them to the i-th, and searches all texts. `matched` gets
+// the length of each match. Returns -1, or the first text that has no room for its tokens; then nothing was done.
+int64_t rekindle_match_appended(match_t *const *matches, const int32_t *appended, const int32_t *counts, int32_t *matched,
+                                long count) {
+    for (long i = 0; i < count; i++)
+        if (matches[i]->own->count + counts[i] > matches[i]->own->room) return i;
+    for (long i = 0; i < count; i++) {
+        text_t *const own = matches[i]->own;
+        if (counts[i]) memcpy(own->tokens + own->count, appended, counts[i] * sizeof *appended);
+        own->count += counts[i];
+        appended += counts[i];
+    }
+    rekindle_match_texts(matches, count);
+    for (long i = 0; i < count; i++) matched[i] = (int32_t)matches[i]->matched;
+    return -1;
 }

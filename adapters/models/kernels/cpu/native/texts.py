@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from struct import Struct
 
 from attrs import define, field, frozen
@@ -36,7 +37,7 @@ class TextOf(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tokens", "earlier", "newest")),
-        *((name, ctypes.c_int64) for name in ("count", "indexed", "bits")),
+        *((name, ctypes.c_int64) for name in ("count", "indexed", "bits", "room")),
     ]
 
 
@@ -62,43 +63,57 @@ class MatchOf(ctypes.Structure):
     ]
 
 
+# Indices of numbers of 64 bits, and the first byte of `copied`: fields of ctypes take four times as long to read.
+MATCHED, COPIES, CHAIN_ASKED, COUNT = (
+    field.offset // 8 for field in (MatchOf.matched, MatchOf.copies, MatchOf.chain_asked, TextOf.count)
+)
+COPIED: int = MatchOf.copied.offset
+
+
 @define(eq=False)
 class NativeText:
     """Implements `IndexedText`. Its index takes 8 to 16 bytes a token besides the 4 of the token.
 
-    matched: as in `IndexedText`. searched: the archive that was searched last. What was found refers to its memory, so
-    it has to live as long. is_long: the next search indexes LONG_INDEX tokens or more.
+    searched: the archive that was searched last. What was found refers to its memory, so it has to live as long.
+    is_long: the next search indexes LONG_INDEX tokens or more.
     """
 
     compiled: NativeLibrary
-    matched: int = field(init=False, default=0)
     searched: NativeText | None = field(init=False, default=None)
     is_long: bool = field(init=False, default=False)
-    described: TextOf = field(init=False, factory=TextOf)
-    found: MatchOf = field(init=False, factory=MatchOf)
+    described: TextOf = field(init=False)
+    found: MatchOf = field(init=False)
     address: int = field(init=False)  # of `described`
     match_address: int = field(init=False)  # of `found`
-    alone: ctypes.Array[ctypes.c_void_p] = field(init=False)  # that address, as the only one of a search
+    _description: memoryview = field(init=False)  # the numbers of `described`
+    _numbers: memoryview = field(init=False)  # the numbers of `found`
+    _bytes: bytearray = field(init=False, factory=lambda: bytearray(ctypes.sizeof(MatchOf)))  # of `found`
     _tokens: array[int] = field(init=False, factory=make_ints)
     _earlier: array[int] = field(init=False, factory=make_ints)
     _newest: array[int] = field(init=False, factory=make_ints)
-    _count: int = field(init=False, default=0)
-    _room: int = field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
+        described = bytearray(ctypes.sizeof(TextOf))
+        self.described = TextOf.from_buffer(described)
+        self.found = MatchOf.from_buffer(self._bytes)
         self.address = ctypes.addressof(self.described)
         self.match_address = ctypes.addressof(self.found)
         self.found.own = self.address
-        self.alone = (ctypes.c_void_p * 1)(self.match_address)
+        self._description = memoryview(described).cast("q")
+        self._numbers = memoryview(self._bytes).cast("q")
 
     def __len__(self) -> int:
-        return self._count
+        return self._description[COUNT]
+
+    @property
+    def matched(self) -> int:
+        return self._numbers[MATCHED]
 
     def copy(self, count: int) -> Tokens:
-        found = self.found
-        copied = READ_TOKENS[min(count, found.copies)](found.copied)
-        found.chain_asked = len(copied)
-        return copied
+        numbers = self._numbers
+        count = min(count, numbers[COPIES])
+        numbers[CHAIN_ASKED] = count
+        return READ_TOKENS[count](self._bytes, COPIED)
 
     @property
     def on_branch(self) -> int:
@@ -118,40 +133,104 @@ class NativeText:
         return self._tokens.itemsize * (len(self._tokens) + len(self._earlier) + len(self._newest))
 
     def append(self, tokens: Sequence[int]) -> None:
-        first = self._count
+        first = len(self)
         count = first + len(tokens)
-        if count > self._room:
-            self._grow(count)
-        if count == first + 1:
-            self._tokens[first] = tokens[0]
-        else:
-            # A list takes half of the time that another sequence takes.
-            fresh = make_ints()
-            fresh.fromlist(tokens if isinstance(tokens, list) else list(tokens))
-            self._tokens[first:count] = fresh
-            self.is_long = self.is_long or len(tokens) >= LONG_INDEX
-        self._count = count
+        self.make_room(count)
+        self._tokens[first:count] = make_tokens(tokens)
+        self.is_long = self.is_long or len(tokens) >= LONG_INDEX
         self.described.count = count
 
     def read_tail(self, count: int) -> Tokens:
-        return tuple(self._tokens[max(0, self._count - count) : self._count])
+        return tuple(self._tokens[max(0, len(self) - count) : len(self)])
 
-    def _grow(self, count: int) -> None:
-        """Make room for twice as many tokens. The index is built again, since its hashes become longer."""
+    def make_room(self, count: int) -> None:
+        """Make room for so many tokens, and for at least twice as many as there was.
+
+        The index is built again, since its hashes become longer.
+        """
+        described = self.described
+        if count <= described.room:
+            return
+        known = len(self)
         room = 1 << max(FIRST_ROOM, 2 * count - 1).bit_length() - 1
         tokens = make_ints(room)
-        tokens[: self._count] = self._tokens[: self._count]
+        tokens[:known] = self._tokens[:known]
         self._tokens = tokens
-        self._room = room
         self._earlier = make_ints(room)
         self._newest = make_ints(room)
-        described = self.described
         described.tokens, _ = self._tokens.buffer_info()
         described.earlier, _ = self._earlier.buffer_info()
         described.newest, _ = self._newest.buffer_info()
         described.indexed = 0
-        self.is_long = self._count >= LONG_INDEX
+        described.room = room
         described.bits = room.bit_length() - 1
+        self.is_long = known >= LONG_INDEX
+
+
+def make_tokens(tokens: Sequence[int]) -> array[int]:
+    """Return tokens as numbers of 32 bits. A list takes half of the time that another sequence takes."""
+    made = make_ints()
+    made.fromlist(tokens if isinstance(tokens, list) else list(tokens))
+    return made
+
+
+@define(eq=False)
+class NativeTextBatch:
+    """Implements `TextBatch`.
+
+    archives: what each text is searched with from now on. Empty once the first search is over. is_long: the next search
+    indexes many tokens, so it lets go of the interpreter.
+    """
+
+    compiled: NativeLibrary
+    texts: Sequence[NativeText]
+    archives: Sequence[NativeText | None]
+    is_long: bool = field(init=False)
+    _addresses: array[int] = field(init=False)
+    _matched: array[int] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.is_long = any(text is not None and text.is_long for text in (*self.texts, *self.archives))
+        self._addresses = array("q", [text.match_address for text in self.texts])
+        self._matched = make_ints(len(self.texts))
+
+    def match_appended(self, appended: Sequence[Sequence[int]]) -> list[int]:
+        counts = make_tokens(list(map(len, appended)))
+        tokens = make_tokens(list(chain.from_iterable(appended)))
+        is_long = self.is_long or len(tokens) >= LONG_INDEX
+        searched_before = self._give_archives() if self.archives else ()  # the search still reads these
+        while True:
+            code = self.compiled.code if is_long else self.compiled.brief
+            full: int = code.rekindle_match_appended(
+                *(self._addresses.buffer_info()[0], tokens.buffer_info()[0], counts.buffer_info()[0]),
+                *(self._matched.buffer_info()[0], len(self.texts)),
+            )
+            if full < 0:
+                break
+            text = self.texts[full]
+            text.make_room(len(text) + counts[full])
+            is_long = is_long or text.is_long
+        del searched_before
+        if is_long:
+            self._note_long_search()
+        return self._matched.tolist()
+
+    def _give_archives(self) -> Sequence[NativeText | None]:
+        """Give each text its archive, and return the archives that they had before."""
+        before = [text.searched for text in self.texts]
+        for text, archive in zip(self.texts, self.archives, strict=True):
+            text.searched = archive
+            text.found.archive = None if archive is None else archive.address
+        self.archives = ()
+        return before
+
+    def _note_long_search(self) -> None:
+        """Note that nothing is left that takes long to index."""
+        self.is_long = False
+        for text in self.texts:
+            text.is_long = False
+            if text.searched is not None:
+                text.searched.is_long = False
 
 
 @frozen(eq=False)
@@ -163,36 +242,12 @@ class NativeTextMatcher:
     def make_text(self) -> NativeText:
         return NativeText(self.compiled)
 
-    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
-        addresses = (ctypes.c_void_p * len(texts))()
+    def make_batch(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> NativeTextBatch:
         searched = list[NativeText]()
-        searched_before = list[IndexedText | None]()  # the call still reads these, so they have to live until it ends
-        is_long = False
-        for index, (own, archive) in enumerate(texts):
+        archives = list[NativeText | None]()
+        for own, archive in texts:
             assert isinstance(own, NativeText)
-            if archive is not own.searched:
-                assert archive is None or isinstance(archive, NativeText)
-                searched_before.append(own.searched)
-                own.searched = archive
-                own.found.archive = None if archive is None else archive.address
-            is_long = is_long or own.is_long or (own.searched is not None and own.searched.is_long)
-            addresses[index] = own.match_address
+            assert archive is None or isinstance(archive, NativeText)
             searched.append(own)
-        (self.compiled.code if is_long else self.compiled.brief).rekindle_match_texts(addresses, len(texts))
-        for text in searched:
-            text.matched = text.found.matched
-        if is_long:
-            for text in searched:
-                text.is_long = False
-                if text.searched is not None:
-                    text.searched.is_long = False
-
-    def match_next(self, own: IndexedText, token: int, archive: IndexedText | None) -> int:
-        assert isinstance(own, NativeText)
-        own.append((token,))
-        if archive is not own.searched or own.is_long or (own.searched is not None and own.searched.is_long):
-            self.match([(own, archive)])
-            return own.matched
-        self.compiled.brief.rekindle_match_texts(own.alone, 1)
-        own.matched = own.found.matched
-        return own.matched
+            archives.append(archive)
+        return NativeTextBatch(self.compiled, searched, archives)
