@@ -32,6 +32,7 @@ from attrs import frozen
 from adapters.checkpoint.packed_matrix import MXFP4, StepLayout
 from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig
 from adapters.models.decoder.family import family_of
+from adapters.models.kernels.formats.packed_formats import count_device_bits
 from adapters.models.open_checkpoint import EXPERTS
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DTYPE, bandwidth
@@ -205,7 +206,7 @@ SHAPES = {
 
 
 def count_token_bytes(shape: PublishedShape, config: LayeredConfig, context: int) -> int:
-    """Return the bytes that decoding one token must read."""
+    """Return the bytes that decoding one token must read. Packed weights are as a GPU has them."""
     layouts, experts = shape.find_layouts(config), config.experts
     found = 0.0
     for name, size in config.tensors().items():
@@ -213,7 +214,7 @@ def count_token_bytes(shape: PublishedShape, config: LayeredConfig, context: int
             continue
         layout = layouts.get(name)
         share = experts.chosen / experts.count if experts is not None and EXPERTS in name else 1.0
-        found += share * math.prod(size) * (8 * DTYPE.itemsize if layout is None else layout.bits) / 8
+        found += share * math.prod(size) * (8 * DTYPE.itemsize if layout is None else count_device_bits(layout)) / 8
     for layer, kind in enumerate(config.kinds):
         seen = min(context, kind.traits.window or context)
         found += seen * config.shape_of(layer).row_bytes(DTYPE)

@@ -6,8 +6,7 @@ so the choice has no launch. The first product also computes its gate. The sum i
 
 from __future__ import annotations
 
-import torch
-from attrs import define, field
+from attrs import define
 from torch import Tensor
 
 from adapters.models.kernels.activations import CLAMPED, GATES
@@ -37,7 +36,6 @@ class RowExperts:
     shared: int
     pdl: bool | None
     hopper: bool
-    _counters: Tensor | None = field(init=False, default=None)
 
     def are_served(self, x: Tensor, experts: Experts) -> bool:
         """Return whether these experts are served, for a step of such rows."""
@@ -98,16 +96,14 @@ class RowExperts:
         shape = experts.shape
         tile = self._choose_tile(weight, experts)
         units = shape.chosen * (weight.outputs // ROWS)
-        programs = min(units, tile.resident * self.processors)
         launch(
             multiply_row,
-            (programs,),
+            (min(units, tile.resident * self.processors),),
             *weight.tensors,
             x,
             bias,
             *choice,
             out,
-            self._find_counter(x.device, gate),
             *(one.stride(0) for one in weight.tensors),
             COLUMNS=weight.outputs,
             DEPTH=weight.columns,
@@ -116,15 +112,8 @@ class RowExperts:
             PIECES=weight.pieces,
             BLOCKS=weight.blocks,
             EACH=tile.ahead,
-            LIMIT=programs + max(0, units - 2 * programs) - 1,
             FORM=weight.block_form,
             GATE=gate,
             **launch_options(tile.warps, self.pdl),
             maxnreg=tile.registers,
         )
-
-    def _find_counter(self, device: torch.device, gate: int) -> Tensor:
-        """Return the counter of units of one of both products. They are in different lines of memory."""
-        if self._counters is None:
-            self._counters = torch.zeros(64, dtype=torch.int32, device=device)
-        return self._counters[:1] if gate else self._counters[32:33]

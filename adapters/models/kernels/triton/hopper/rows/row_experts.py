@@ -63,39 +63,6 @@ def _gate_pairs(total, bias_ptr, COLUMNS: gl.constexpr, GATE: gl.constexpr, dtyp
 
 
 @gluon.jit
-def draw_number(counter_ptr, active, LIMIT: gl.constexpr, num_warps: gl.constexpr):
-    """Return the next number of a counter in the first thread's place, if active. Behind LIMIT the counter is zero again.
-
-    Nothing waits for it before its first use.
-    """
-    thread = gl.arange(0, 32 * num_warps, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred is_first; setp.eq.s32 is_first, $1, 0; mov.b32 $0, 0; "
-        "@is_first atom.global.inc.u32 $0, [$2], $3; }",
-        "=r,r,l,r",
-        [gl.where(active, thread, 1), counter_ptr.to(gl.int64), LIMIT],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _share_number(box, num_warps: gl.constexpr):
-    """Return the number of the first thread's place to all threads."""
-    return gl.max(box.slice(0, 1).load(gl.BlockedLayout([1], [32], [num_warps], [0])), 0)
-
-
-@gluon.jit
-def _locate_unit(unit, wanted, matrices, ACROSS: gl.constexpr, SIDES: gl.constexpr, TILES: gl.constexpr):
-    """Return the tile of a unit, its expert, its number within it, and where its weight begins."""
-    words_ptr, levels_ptr, words_apart, levels_apart = matrices
-    tile = unit // ACROSS
-    expert = pick_expert(wanted, tile, TILES).to(gl.int64)
-    return tile, expert, unit % ACROSS, (words_ptr + expert * words_apart, levels_ptr + expert * levels_apart)
-
-
-@gluon.jit
 def multiply_row(
     words_ptr,
     levels_ptr,
@@ -104,7 +71,6 @@ def multiply_row(
     logits_ptr,
     correction_ptr,
     out_ptr,
-    counter_ptr,
     words_apart,
     levels_apart,
     COLUMNS: gl.constexpr,
@@ -114,7 +80,6 @@ def multiply_row(
     PIECES: gl.constexpr,
     BLOCKS: gl.constexpr,
     EACH: gl.constexpr,
-    LIMIT: gl.constexpr,
     FORM: gl.constexpr,
     GATE: gl.constexpr,
     PDL: gl.constexpr,
@@ -128,10 +93,8 @@ def multiply_row(
     than the kernel before this one, so weights are requested while that one still runs. BLOCKS: of a row of w. EACH:
     blocks of a piece.
 
-    Every program takes two units, and then the next one that no program has, as often as there is one. So all programs
-    end at about the same time. counter: int32, is zero before and afterwards. LIMIT: how often all programs ask for a
-    unit, less one. Each warp has a piece of all sums. The packed words of the next unit are on their way while one is
-    multiplied.
+    Every program takes an equal share of all units, in order. Each warp has a piece of all sums. The packed words of
+    the next unit are on their way while one is multiplied.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK: gl.constexpr = FORM.block
@@ -148,10 +111,8 @@ def multiply_row(
     )
     BANKS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     ACROSS: gl.constexpr = COLUMNS // _ROWS  # units of an expert
-    UNITS: gl.constexpr = TILES * ACROSS
     SIDES: gl.constexpr = 1 if GATE else 2  # eights of rows from one unit to the next
     ring = gl.allocate_shared_memory(dtype, [EACH, PIECES, _WIDTH, BLOCK], BANKS)
-    box = gl.allocate_shared_memory(gl.int32, [32 * num_warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     i = gl.arange(0, _ROWS, layout=ROW)[None, :, None, None]
     t = gl.arange(0, 4, layout=LANE)[None, None, :, None]
     c = gl.arange(0, 4, layout=WORD)[None, None, None, :]
@@ -160,54 +121,50 @@ def multiply_row(
     m = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
     k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
     before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (EACH * BLOCK)
-    matrices = (words_ptr, levels_ptr, words_apart, levels_apart)
-    unit = gl.program_id(0)
-    following = unit + gl.num_programs(0)
-    drawn = 2 * gl.num_programs(0)  # units before those that are drawn
+    begin = gl.program_id(0) * (TILES * ACROSS) // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * (TILES * ACROSS) // gl.num_programs(0)
     if PDL and GATE:
         gdc_wait()
     wanted = find_wanted(logits_ptr, correction_ptr, EXPERTS, TILES)
-    _, _, start, matrix = _locate_unit(unit, wanted, matrices, ACROSS, SIDES, TILES)
-    held = ()
-    for step in gl.static_range(EACH):
-        held = held + (_request(matrix, start * SIDES, place, step, BLOCKS, EACH, FORM),)  # noqa: RUF005
-    number = draw_number(counter_ptr, unit >= 0, LIMIT, num_warps)
-    if PDL:
-        gdc_launch_dependents()
-        if not GATE:
-            gdc_wait()
-    for stage in gl.static_range(EACH):
-        fetch_x(x_ptr, ring, (m, m < (1 if GATE else TILES), before, k), stage, EACH, DEPTH, BLOCK)
-    async_copy.wait_group(0)
-    program_barrier()
-    while unit < UNITS:
-        tile, expert, start, _ = _locate_unit(unit, wanted, matrices, ACROSS, SIDES, TILES)
-        # Behind the last unit its own words are requested again, which are still in the cache.
-        next_unit = gl.where(following < UNITS, following, unit)
-        _, _, side, matrix = _locate_unit(next_unit, wanted, matrices, ACROSS, SIDES, TILES)
-        acc = gl.zeros([PIECES, _ROWS, _WIDTH], gl.float32, layout=MMA)
-        coming = ()
+    for tile in range(begin // ACROSS, gl.cdiv(end, ACROSS)):
+        expert = pick_expert(wanted, tile, TILES).to(gl.int64)
+        matrix = (words_ptr + expert * words_apart, levels_ptr + expert * levels_apart)
+        start = gl.maximum(begin - tile * ACROSS, 0)
+        stop = gl.minimum(end - tile * ACROSS, ACROSS)
+        held = ()
         for step in gl.static_range(EACH):
-            w = gl.convert_layout(weights_of(held[step], (i, t, c), dtype, FORM, True), LEFT, assert_trivial=True)
-            coming = coming + (_request(matrix, side * SIDES, place, step, BLOCKS, EACH, FORM),)  # noqa: RUF005
-            keep_order(unit)
-            acc = mma_v2(w, ring.index(step).permute((0, 2, 1)).load(RIGHT), acc)
-        held = coming
-        box.store(number)
-        total = add_pieces(acc, num_warps)
-        later = drawn + _share_number(box, num_warps)
-        number = draw_number(counter_ptr, (following < UNITS) & (later < UNITS), LIMIT, num_warps)
-        if GATE:
-            bias = bias_ptr + (expert * COLUMNS + start * (_ROWS // 2))
-            found = _gate_pairs(total, bias, COLUMNS, GATE, dtype)
-        else:
-            found = total.to(dtype)
-        HEIGHT: gl.constexpr = found.shape[0]
-        row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, found.type.layout))[:, None]
-        column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, found.type.layout))[None, :]
-        own = column < 1 if GATE else column == tile
-        gl.store(out_ptr + (unit * HEIGHT + row + column * 0), found, mask=own)
-        unit = following
-        following = gl.where(following < UNITS, later, following)
+            held = held + (_request(matrix, start * SIDES, place, step, BLOCKS, EACH, FORM),)  # noqa: RUF005
+        if PDL:
+            gdc_launch_dependents()
+            if not GATE:
+                gdc_wait()
+        if (tile == begin // ACROSS) | (not GATE):
+            row = 0 if GATE else tile
+            program_barrier()  # all warps have read the row of the tile before
+            for stage in gl.static_range(EACH):
+                fetch_x(x_ptr, ring, (m * 0 + row, m < 1, before, k), stage, EACH, DEPTH, BLOCK)
+            async_copy.wait_group(0)
+            program_barrier()
+        for unit in range(start, stop):
+            acc = gl.zeros([PIECES, _ROWS, _WIDTH], gl.float32, layout=MMA)
+            # Behind the last unit its own words are requested again, which are still in the cache.
+            following = gl.minimum(unit + 1, stop - 1) * SIDES
+            coming = ()
+            for step in gl.static_range(EACH):
+                w = gl.convert_layout(weights_of(held[step], (i, t, c), dtype, FORM, True), LEFT, assert_trivial=True)
+                coming = coming + (_request(matrix, following, place, step, BLOCKS, EACH, FORM),)  # noqa: RUF005
+                keep_order(unit)
+                acc = mma_v2(w, ring.index(step).permute((0, 2, 1)).load(RIGHT), acc)
+            held = coming
+            total = add_pieces(acc, num_warps)
+            if GATE:
+                bias = bias_ptr + (expert * COLUMNS + unit * (_ROWS // 2))
+                found = _gate_pairs(total, bias, COLUMNS, GATE, dtype)
+            else:
+                found = total.to(dtype)
+            HEIGHT: gl.constexpr = found.shape[0]
+            row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, found.type.layout))[:, None]
+            column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, found.type.layout))[None, :]
+            gl.store(out_ptr + ((tile * ACROSS + unit) * HEIGHT + row + column * 0), found, mask=column < 1)
     if PDL:
         gdc_wait()  # a kernel behind this one that waits for it must not start before the one in front has ended
