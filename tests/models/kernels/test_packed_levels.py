@@ -142,6 +142,18 @@ def test_factors_of_the_largest_scales_are_finite() -> None:
     assert triton_packed.pack_steps(large, CPU, converts_e4m3=True) is None
 
 
+@pytest.mark.parametrize(("scale", "is_kept"), [(1.0, True), (2.0**-128, True), (0.0, True), (0.75, False), (2.0, False)])
+def test_scales_of_mxfp4_are_powers_of_two_up_to_one(scale: float, is_kept: bool) -> None:
+    """The smallest scale of a checkpoint is 2 ** -127, and scales are halved."""
+    matrix = random_matrix((8, 128), MXFP4, "w")
+    changed = evolve(matrix, scale=torch.full_like(matrix.scale, scale))
+    packed = triton_packed.pack_steps(changed, CPU, converts_e4m3=True)
+    assert (packed is not None) == is_kept
+    if packed is not None:
+        exponents = read_level(packed.levels, packed.block_form, "scale", 128)
+        assert torch.equal(as_floats(exponents, "uint8"), torch.full((8, 8), scale * 2.0**127))
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_XS"])
 def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: str) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
