@@ -208,7 +208,7 @@ def test_a_server_that_sends_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -
         "answer_tokens": 192,
     }
     done = subprocess.CompletedProcess([], 1, json.dumps({"levels": [silent]}), "")
-    monkeypatch.setattr(peer_load.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     given = argparse.Namespace(answers=64, temperature="0")
     with pytest.raises(SystemExit, match=r"^http://server: 1 stream: .* 3 x an answer without text.* 192$"):
         peer_load.ask_length("http://server", 8192, given)
