@@ -36,6 +36,7 @@ from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
 
 CONTEXT, DECODED, PROMPT, PROMPTS = 2048, 128, 8192, 3
+WARM_UPS, ROUNDS = 3, 9
 PROFILED_S = 0.5
 PAUSE_US = 20.0
 KERNELS = 40  # lines of a profile, at most
@@ -93,7 +94,9 @@ def list_kernels(spans: Sequence[tuple[str, float, float]]) -> list[str]:
 
 
 def measure_decode(client: httpx.Client, prompt: Sequence[int], rounds: int) -> list[float]:
-    """Return the seconds of a token in each round."""
+    """Return the seconds of a token in each round. Before the first one, answers of that length are computed until the
+    store has the prompt and every step of the answer has been recorded.
+    """
 
     def answer(count: int) -> float:
         body = {"prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True}
@@ -103,7 +106,8 @@ def measure_decode(client: httpx.Client, prompt: Sequence[int], rounds: int) -> 
         assert found["usage"]["completion_tokens"] == count, found["usage"]
         return spent
 
-    answer(8)
+    for _ in range(WARM_UPS):
+        answer(DECODED + 1)
     return [(answer(DECODED + 1) - answer(1)) / DECODED for _ in range(rounds)]
 
 
@@ -133,7 +137,7 @@ def measure_shape(name: str, given: argparse.Namespace, speed: float) -> dict[st
         prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *[PROMPT] * PROMPTS)]
         with listening([sys.executable, "-m", "benchmarks.family_speeds", *own, *words], home) as (client, _, ready):
             print(f"{name}: ready after {ready:.1f} s", flush=True)
-            each = measure_decode(client, prompts[0], 3)
+            each = measure_decode(client, prompts[0], ROUNDS)
             limit = count_token_bytes(shape, config, CONTEXT + DECODED // 2) / speed
             found: dict[str, Any] = {
                 "ms a token": 1e3 * median(each),

@@ -23,7 +23,23 @@ def run_bench_serve(url: str, *words: str) -> list[Mapping[str, Any]]:
     if done.returncode not in (0, 1):  # 1: some requests failed, which the figures say
         raise SystemExit(done.stderr[-2000:])
     found: list[Mapping[str, Any]] = json.loads(done.stdout)["levels"]
+    check_texts(url, found)
     return found
+
+
+def check_texts(url: str, levels: Sequence[Mapping[str, Any]]) -> None:
+    """Check that text came, so that there are times. Ends the program with what the server did otherwise.
+
+    A server that answers with control tokens alone sends no text: they have none. Weights that make every number of a
+    model zero or NaN have that effect, because the largest logit is then that of token 0.
+    """
+    for one in levels:
+        if one["first_token_ms"] is None or one["inter_token_ms"] is None:
+            errors = "; ".join(f"{count} x {error}" for error, count in one["errors"].items()) or "none"
+            raise SystemExit(
+                f"{url}: {one['level']}: no answer has two pieces of text. Errors: {errors}. "
+                f"Tokens that the server counted: {one['answer_tokens']}"
+            )
 
 
 def parse_numbers(words: str) -> tuple[int, ...]:

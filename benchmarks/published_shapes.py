@@ -16,6 +16,7 @@ from adapters.checkpoint.packed_matrix import MXFP4, StepLayout
 from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig
 from adapters.models.decoder.family import family_of
+from adapters.models.kernels.formats.packed_formats import count_device_bits
 from adapters.models.open_checkpoint import EXPERTS
 
 DTYPE = torch.bfloat16
@@ -226,7 +227,9 @@ def find_window(config: DenseConfig, layer: int) -> int | None:
 
 
 def count_token_bytes(shape: PublishedShape, config: DenseConfig, context: int) -> int:
-    """Return the bytes that decoding one token must read."""
+    """Return the bytes that decoding one token must read. Packed weights take as many as in a checkpoint or on a GPU,
+    whichever are fewer: scales of MXFP4 have 8 bits in both, and 16 as they are loaded.
+    """
     layouts, experts = shape.find_layouts(config), config.experts
     found = 0.0
     for name, size in config.tensors().items():
@@ -234,7 +237,8 @@ def count_token_bytes(shape: PublishedShape, config: DenseConfig, context: int) 
             continue
         layout = layouts.get(name)
         share = experts.chosen / experts.count if experts is not None and EXPERTS in name else 1.0
-        found += share * math.prod(size) * (8 * DTYPE.itemsize if layout is None else layout.bits) / 8
+        bits = 8 * DTYPE.itemsize if layout is None else min(layout.bits, count_device_bits(layout))
+        found += share * math.prod(size) * bits / 8
     for layer in range(config.num_layers):
         seen = min(context, find_window(config, layer) or context)
         found += seen * config.shape_of(layer).row_bytes(DTYPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -196,6 +197,21 @@ def test_each_level_has_requests_by_its_streams(monkeypatch: pytest.MonkeyPatch)
     assert found["1: first token p50, ms"] == 5
     peer_load.ask_level("http://server", 8, argparse.Namespace(**{**vars(given), "requests": 0}))
     assert "--requests" not in asked[2]
+
+
+def test_a_server_that_sends_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = {
+        "level": "1 stream",
+        "first_token_ms": None,
+        "inter_token_ms": None,
+        "errors": {"an answer without text": 3},
+        "answer_tokens": 192,
+    }
+    done = subprocess.CompletedProcess([], 1, json.dumps({"levels": [silent]}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    given = argparse.Namespace(answers=64, temperature="0")
+    with pytest.raises(SystemExit, match=r"^http://server: 1 stream: .* 3 x an answer without text.* 192$"):
+        peer_load.ask_length("http://server", 8192, given)
 
 
 def test_a_file_of_a_shape_is_named_after_its_mix() -> None:

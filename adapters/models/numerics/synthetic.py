@@ -114,7 +114,10 @@ def random_matrix(
         found = torch.rand(rows, spans, generator=generator, device=device)
         if layout.rounds_rows:  # whole blocks share a scale
             found = found[torch.arange(rows, device=device) // layout.group * layout.group]
-        return ((found + 0.5) * middle).to(getattr(torch, layout.scale))
+        drawn = (found + 0.5) * middle
+        if layout.steps == "e2m1":
+            drawn = torch.exp2(drawn.log2().round())  # MXFP4's scales are powers of two
+        return drawn.to(getattr(torch, layout.scale))
 
     step = scale / (24 if layout.inner else 1)
     least = draw_integers(6, 10, groups) if layout.least else None

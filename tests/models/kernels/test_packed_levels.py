@@ -61,10 +61,12 @@ def test_a_packed_matrix_takes_as_many_bits_as_an_estimate_says(layout: StepLayo
     packed = triton_packed.pack_steps(random_matrix((24, 768), layout, "w"), CPU, converts_e4m3=True)
     taken = sum(tensor.nbytes for tensor in packed.tensors)
     assert 8 * taken == count_device_bits(layout) * 24 * 768
-    assert count_device_bits(layout) >= layout.bits
+    assert count_device_bits(layout) >= (4.25 if layout == MXFP4 else layout.bits)
 
 
 def as_floats(numbers: Tensor, scale: str) -> Tensor:
+    if scale == "uint8":  # the exponent of a bfloat16
+        return (numbers << 7).to(torch.int16).view(torch.bfloat16).float()
     if scale == "float32":
         return torch.from_numpy(numbers.numpy().astype(np.uint32).view(np.float32))
     return torch.from_numpy(numbers.numpy().astype(np.uint16).view(np.int16)).view(getattr(torch, scale)).float()
@@ -140,6 +142,20 @@ def test_factors_of_the_largest_scales_are_finite() -> None:
     assert triton_packed.pack_steps(large, CPU, converts_e4m3=True) is None
 
 
+@pytest.mark.parametrize(
+    ("scale", "is_kept"), [(1.0, True), (2.0**-128, True), (0.0, True), (0.75, False), (2.0, False)]
+)
+def test_scales_of_mxfp4_are_powers_of_two_up_to_one(scale: float, is_kept: bool) -> None:
+    """The smallest scale of a checkpoint is 2 ** -127, and scales are halved."""
+    matrix = random_matrix((8, 128), MXFP4, "w")
+    changed = evolve(matrix, scale=torch.full_like(matrix.scale, scale))
+    packed = triton_packed.pack_steps(changed, CPU, converts_e4m3=True)
+    assert (packed is not None) == is_kept
+    if packed is not None:
+        exponents = read_level(packed.levels, packed.block_form, "scale", 128)
+        assert torch.equal(as_floats(exponents, "uint8"), torch.full((8, 8), scale * 2.0**127))
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_XS"])
 def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: str) -> None:
     packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
@@ -153,8 +169,8 @@ def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: 
 @pytest.mark.parametrize(
     ("name", "columns", "pieces", "chain"),
     [
-        ("Q4_K", 4096, 2048, 4096),
-        ("Q4_K", 12288, 1024, 4096),
+        ("Q4_K", 4096, 4096, 4096),
+        ("Q4_K", 12288, 4096, 4096),
         ("AWQ", 12288, 4096, 4096),
         ("FP8", 4096, 512, 2048),
         ("FP8", 12288, 0, 2048),

@@ -53,7 +53,7 @@ def convert(value: Any, forms: Any) -> Any:
     if hasattr(value, "block_shape"):
         return Descriptor(value.base, tuple(value.block_shape))
     if isinstance(value, triton_packed.BlockForm):
-        scale = {"fp16": torch.float16, "bf16": BF16, "fp32": torch.float32}[value.scale.name]
+        scale = {"uint8": torch.uint8, "fp16": torch.float16, "bf16": BF16, "fp32": torch.float32}[value.scale.name]
         return forms.BlockForm(**asdict(value) | {"scale": NumberType(scale)})
     return value
 

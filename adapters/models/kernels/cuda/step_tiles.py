@@ -37,14 +37,20 @@ class TileKind:
 class StepTiles:
     """The step's tables of tiles on the device, by kind.
 
-    fresh: the kinds that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`. unpacks:
+    fresh: the kinds that the running body has computed already. read: the kinds that a body has read, by its name,
+    `merges` and `unpacks`: these choose its kernels. merges: see `CudaAttention.merges_in_kernel`. unpacks:
     see `CudaAttention.unpacks_codes`.
     """
 
     tables: dict[TileKind, Tensor] = field(factory=dict)
     fresh: set[TileKind] = field(factory=set)
+    read: dict[tuple[str, bool, bool], set[TileKind]] = field(factory=dict)
     merges: bool = False
     unpacks: bool = False
+
+    def find_read(self, body: str) -> set[TileKind]:
+        """Return the kinds that a body has read, as it runs now. The set grows with what it reads."""
+        return self.read.setdefault((body, self.merges, self.unpacks), set())
 
 
 @define(eq=False)
@@ -86,11 +92,12 @@ class TilePlanner:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         self.planned_bodies.add(self.running)
+        plan.find_read(self.running).add(kind)
         return plan.tables[kind]
 
     def plan_step(self, batch: Batch) -> None:
-        """Compute the step's tiles on the device, of every kind that was asked for so far."""
-        for kind in batch.plan.tables:
+        """Compute the step's tiles on the device, of every kind that the running body has read so far."""
+        for kind in batch.plan.find_read(self.running):
             self._plan_kind(batch, kind)
         self._end_planning()
 

@@ -31,10 +31,10 @@ def has_packed_kernel(layout: StepLayout, columns: int, dtype: torch.dtype) -> b
 
 
 def count_device_bits(layout: StepLayout) -> float:
-    """Return the average number of bits of one weight on a GPU. Levels of a record are whole words there, and scales of
-    E4M3 are in float32.
+    """Return the average number of bits of one weight on a GPU. Levels of a record are whole words there. Scales of
+    E4M3 are in float32, and those of E2M1 are exponents of eight bits.
     """
-    scale = 32 if layout.steps == "e4m3" else 8 * getattr(torch, layout.scale).itemsize
+    scale = {"e4m3": 32, "e2m1": 8}.get(layout.steps, 8 * getattr(torch, layout.scale).itemsize)
     scales = max(1, RECORD // layout.span) * (2 if layout.least == "own" else 1)
     numbers = max(1, RECORD // layout.group) * (layout.inner + bool(layout.least))
     words = math.ceil((scale * scales + 8 * numbers) / 32)

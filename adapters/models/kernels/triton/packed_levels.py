@@ -207,15 +207,9 @@ def raised_scales_of(levels, c, power, PLACE: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def scale_of_e2m1(held, c, FORM: gl.constexpr):
-    """Return the scale of each word in both halves of a number."""
-    SHARE: gl.constexpr = share_of(FORM, "scale")
-    half = c * SHARE.count // 4 % 2
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $1, $2;",
-        "=r,r,r",
-        [_word_of(held, c, SHARE), 0x1010 + half * 0x2222],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+def scale_of_e2m1(held, c):
+    """Return the scale of each word in both halves of a number. A level is the exponent of a power of two."""
+    exponents = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [held[0], 0x4040 + c * 0x101], dtype=gl.int32, is_pure=True, pack=1
     )
+    return exponents << 7

@@ -312,7 +312,7 @@ def numbers_of(
     power = find_power(row)
     LINEAR: gl.constexpr = FORM.is_linear and SCALED and is_scaled(FORM, dtype)
     if FORM.steps == "e2m1":
-        scale = scale_of_e2m1(first[0], c, FORM)
+        scale = scale_of_e2m1(first[0], c)
         found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
     elif FORM.is_paired and dtype == gl.bfloat16:
         if SHARES:
