@@ -88,10 +88,9 @@ def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
         (CHUNKED + b"4\r\non", True, CUT),
         (OK + b"Content-Length: 9\r\n\r\nshort", True, CUT),
         (b"", True, CUT),
-        (b"SSH-2.0-x\r\n\r\n", False, "no HTTP/1.1"),
-        (CHUNKED + b"zz\r\n", False, "no HTTP/1.1"),
-        (CHUNKED + b"-4\r\n", False, "negative length"),
-        (CHUNKED + b"1\r\nxx\r\n", False, "longer than it says"),
+        (b"SSH-2.0-x\r\n\r\n", False, "cannot be read"),
+        (CHUNKED + b"zz\r\n", False, "cannot be read"),
+        (CHUNKED + b"1\r\nxx\r\n", False, "cannot be read"),
         (CHUNKED + b"4\r\n", False, "nothing came for 0.2 s"),
     ],
 )

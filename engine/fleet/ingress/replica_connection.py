@@ -4,12 +4,10 @@ Problem. A request passes an ingress twice, and what the ingress does is added t
 sixth of that: sessions, redirects, cookies, timers, and a task for each body.
 
 Idea. Both ends are ours. The server answers each request with a length or in chunks, never compressed, and never
-redirects. So a connection is a protocol of asyncio around the parser of `httptools`. The head of a request and its body
-are written at once. What arrives goes to the reader that awaits it.
+redirects. So `HttpConnection` is enough.
 
-Invariants:
-* A connection has one request at a time. It returns to the pool when its answer is complete, and only then.
-* A reader that leaves an answer before its end closes the connection, so no answer can reach another request.
+Invariants, besides those of `HttpConnection`:
+* A connection returns to the pool when its answer is complete, and only then.
 * A reader that is slower than the replica stops the connection from being read (MOST_UNREAD).
 
 All of it runs in one event loop.
@@ -22,13 +20,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
-import httptools
 from attrs import define, field, frozen
 
 from engine.fleet.ingress.held_answer import RawHeaders, ReplicaLost
+from engine.settings.http_connection import HttpConnection
 
 CONNECT_S: Final = 5.0
 IDLE_S: Final = 60.0  # less than the 75 s after which a replica closes an idle connection
@@ -66,42 +64,17 @@ class ReplicaRequest:
 
 
 @define(eq=False)
-class ReplicaConnection(asyncio.Protocol):
-    """One connection. asyncio calls the methods of the second half; the parser calls those from `on_message_begin` on.
+class ReplicaConnection(HttpConnection):
+    """One connection to a replica."""
 
-    status, headers: of the answer that arrives now. is_complete: its end has arrived. is_lost: the connection is gone.
-    """
-
-    status: int = field(default=0, init=False)
-    headers: list[tuple[bytes, bytes]] = field(factory=list, init=False)
-    is_complete: bool = field(default=True, init=False)
-    is_lost: bool = field(default=False, init=False)
     idle_since: float = field(default=0.0, init=False)
-    _has_head: bool = field(default=False, init=False)
-    _is_kept: bool = field(default=False, init=False)  # the replica keeps the connection after this answer
-    _is_head_only: bool = field(default=False, init=False)  # the request is a HEAD, so no body follows
     _parts: deque[bytes] = field(factory=deque, init=False)
     _unread: int = field(default=0, init=False)
-    _waiter: asyncio.Future[None] | None = field(default=None, init=False)
-    _reason: str = field(default="the connection was closed", init=False)
-    _transport: asyncio.Transport = field(init=False)
-    _parser: httptools.HttpResponseParser = field(init=False)
-
-    @property
-    def can_be_reused(self) -> bool:
-        return self.is_complete and not self.is_lost and self._is_kept
 
     async def send(self, request: ReplicaRequest, host: str) -> None:
         """Send a request, and wait for the head of its answer. Raises ReplicaLost or ValueError."""
-        parts = request.encode(host)
-        self.is_complete = False
-        self._has_head = False
-        self._is_kept = False
-        self._is_head_only = request.method == "HEAD"
-        self.headers = []
-        self._transport.writelines(parts)
-        while not self._has_head:
-            await self._wait()
+        self.begin_request(request.encode(host), is_head_only=request.method == "HEAD")
+        await self.wait_for_head()
 
     async def read_parts(self) -> AsyncIterator[bytes]:
         """Yield the parts of the answer's body as they arrive. Raises ReplicaLost if it is cut short."""
@@ -112,25 +85,14 @@ class ReplicaConnection(asyncio.Protocol):
                 yield part
             if self.is_complete:
                 return
-            await self._wait()
+            await self.wait()
 
-    def close(self) -> None:
-        """Close the connection at once."""
-        self._transport.abort()
+    def take_part(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._count_unread(len(part))
 
-    async def _wait(self) -> None:
-        """Wait until something arrives. Raises ReplicaLost if the connection is gone."""
-        if self.is_lost:
-            raise ReplicaLost(self._reason)
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def make_error(self, reason: str) -> ReplicaLost:
+        return ReplicaLost(reason)
 
     def _count_unread(self, change: int) -> None:
         """Count bytes that wait for the reader. The connection is not read while there are too many."""
@@ -139,48 +101,6 @@ class ReplicaConnection(asyncio.Protocol):
         is_full = self._unread > MOST_UNREAD
         if is_full != was_full and not self._transport.is_closing():
             (self._transport.pause_reading if is_full else self._transport.resume_reading)()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
-        self._parser = httptools.HttpResponseParser(self)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._reason = f"the answer cannot be read: {error}"
-            self.is_lost = True
-            self._transport.abort()
-        self._wake()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.is_lost and error is not None:
-            self._reason = f"{type(error).__name__}: {error}"
-        self.is_lost = True
-        self._wake()
-
-    def on_message_begin(self) -> None:
-        if self.is_complete:
-            raise ValueError("no request waits for this answer")  # the parser raises an error of its own for it
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        if self.status < 200:  # the final answer follows
-            self.headers = []
-            return
-        self._has_head = True
-        self.is_complete = self._is_head_only
-
-    def on_body(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._count_unread(len(part))
-
-    def on_message_complete(self) -> None:
-        self.is_complete = self._has_head
-        self._is_kept = self._parser.should_keep_alive()  # it can tell only now
 
 
 @lru_cache(1 << 12)
