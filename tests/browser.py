@@ -79,7 +79,12 @@ class Browser:
         """folder: for what it writes. takes_pictures: `Page.picture` is called, which costs a thread a page."""
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        flags = [*FLAGS, *([] if takes_pictures else [UNSEEN]), f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        flags = [
+            *FLAGS,
+            *([] if takes_pictures else [UNSEEN]),
+            f"--user-data-dir={folder}",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        ]
         process = spawned([program, *flags, "about:blank"], theirs_in, theirs_out, {**os.environ, "HOME": str(folder)})
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=MOST_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
