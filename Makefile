@@ -15,7 +15,7 @@ install: .venv/develops  ## set up .venv with rekindle and what its tests and be
 	@echo 'Setting up .venv: torch first, which is large, then the rest; once, for some minutes.'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
-	@echo 'Compiling the products in C, which takes a minute or two without a word, and installing the rest.'
+	@echo 'Compiling the CPU kernels, which prints nothing for a minute or two, and installing the rest.'
 	$(PIP) --editable .
 	@touch $@
 

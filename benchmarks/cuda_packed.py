@@ -59,7 +59,6 @@ LAYERS: Mapping[str, StepLayout] = {
     "fp8_kept": StepLayout("e4m3", 128, scale="float32"),
 }
 HEADS: Mapping[str, StepLayout] = {"q4_k": StepLayout("int8", 16, per=16, inner=True), "q8_0": LAYERS["q8_0"]}
-GOALS = {"q4_k": 60, "awq": 60, "fp8": 75, "q8_0": 70}  # % of the limit, for the 8B shape
 CONTEXT = 2048
 LONG = 8192
 

@@ -3,8 +3,9 @@
 `python -m benchmarks.drafts_8b [--parts eagle3,copies] [--answer 160] [--record]`
 
 With random weights no proposal is ever right, so acceptance is forced as in `benchmarks.speculation_8b`: the proposer
-does all its work, and its proposals are replaced by what the target is known to pick. `tokens a decode step` is the
-forced acceptance. `x plain` compares with plain decoding without proposals, each step of which begins before the one
+does all its work, and its proposals are replaced by what the target is known to pick. `forced` is the number of tokens
+that a step with proposals gives. `tokens a decode step` counts all steps, also those before the text is searched for
+the first time. `x plain` compares with plain decoding without proposals, each step of which begins before the one
 before it has been read.
 
 eagle3: a draft of the published shape. `ms proposing` is what the host takes to launch a chain, while the device is at
@@ -159,16 +160,17 @@ def run_launch(pair: Pair, proposing: Proposing, most: int) -> tuple[Tokens, int
 
 
 def describe(
-    name: tuple[str, int], plain: tuple[Tokens, float], found: Tokens, tokens: float, spent: float
+    name: tuple[str, int, int], plain: tuple[Tokens, float], found: Tokens, tokens: float, spent: float
 ) -> dict[str, Any]:
-    """Return a row. name: the kind and the number of proposals. plain: the tokens without proposals, and the
-    milliseconds of a step. tokens, spent: those of a decode step.
+    """Return a row. name: the kind, the number of proposals, and the tokens that a step with proposals is forced to
+    give. plain: the tokens without proposals, and the milliseconds of a step. tokens, spent: those of a decode step.
     """
     known, base = plain
-    kind, width = name
+    kind, width, forced = name
     return {
         "kind": kind,
         "proposals": width,
+        "forced": forced,
         "tokens a decode step": round(tokens, 2),
         "ms a decode step": spent,
         "x plain": tokens * base / spent,
@@ -186,7 +188,7 @@ def measure_drafted(pair: Pair, plain: tuple[Tokens, float], answer: int) -> lis
             for most in (4, 4, answer // tokens):  # the first runs record graphs
                 forced = Forced(pair.drafting, plain[0], tokens - 1)
                 found, steps, spent = run_launch(pair, Proposing(width, draft=forced), most)
-            rows.append(describe(("EAGLE-3", width), plain, found, (len(found) - CONTEXT) / steps, spent))
+            rows.append(describe(("EAGLE-3", width, tokens), plain, found, (len(found) - CONTEXT) / steps, spent))
             rows[-1]["ms proposing"] = median(forced.took_ns[1:]) / 1e6
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -201,7 +203,7 @@ def measure_copied(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list
             for most in (4 * (width + tokens), answer):  # the first run records graphs
                 forced = ForcedCopies(SuffixProposer(matcher), plain[0], tokens - 1)
                 found, steps, spent = run_launch(pair, Proposing(width, text=forced), most)
-            rows.append(describe(("copies", width), plain, found, (len(found) - CONTEXT) / steps, spent))
+            rows.append(describe(("copies", width, tokens), plain, found, (len(found) - CONTEXT) / steps, spent))
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -213,7 +215,7 @@ def measure_on_lane(pair: Pair, parts: Sequence[str], answer: int) -> list[dict[
     run_launch(pair, Proposing(), longest)  # records graphs
     found, _, base = run_launch(pair, Proposing(), longest)
     plain = found, base
-    rows = [describe(("plain", 0), plain, found, 1.0, base)]
+    rows = [describe(("plain", 0, 1), plain, found, 1.0, base)]
     if "eagle3" in parts:
         rows += measure_drafted(pair, plain, answer)
     if "copies" in parts:
@@ -225,7 +227,7 @@ def make_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     """Make figures of the forced acceptances that have goals."""
     made = list[Figure]()
     for (kind, tokens), bound in GOALS.items():
-        found = [one["x plain"] for one in rows if (one["kind"], round(one["tokens a decode step"])) == (kind, tokens)]
+        found = [one["x plain"] for one in rows if (one["kind"], one["forced"]) == (kind, tokens)]
         if found:
             subject = f"8B shape, {kind}, forced acceptance"
             made.append(Figure("speculation", subject, str(tokens), "x", max(found), goal=Goal(at_least=bound)))

@@ -50,7 +50,9 @@ def estimate_copy_prices(rates: Rates, shape: Shape, most_rows: int) -> CopyPric
     """
     times = merge_plain_times(rates, rates.copy_times)
     chains = estimate_prices(times, shape.span, shape.members, most_rows, only_rows_cost=True)
-    widest = max((one.rows for one in rates.copy_times if one[:2] == (shape.span, shape.members)), default=0)
+    widest = max(
+        (step_time.rows for step_time in rates.copy_times if step_time[:2] == (shape.span, shape.members)), default=0
+    )
     sizes = [SMALLEST_BUCKET << index for index in range(len(chains.prices))]
     guessed = frozenset(rows for rows in sizes if rows > max(widest, shape.members))
     chains = evolve(chains, doubted_buckets=chains.doubted_buckets | guessed)
@@ -59,7 +61,7 @@ def estimate_copy_prices(rates: Rates, shape: Shape, most_rows: int) -> CopyPric
 
 def merge_plain_times(rates: Rates, times: DecodeTimes) -> DecodeTimes:
     """Return the times of plain steps and these of steps with copies, in the format of `Rates.decode`."""
-    return tuple(merge((one for one in rates.decode if not one.rows), times))
+    return tuple(merge((step_time for step_time in rates.decode if not step_time.rows), times))
 
 
 def estimate_branch_prices(rates: Rates, shape: Shape, most_rows: int, chains: StepPrices) -> StepPrices:
@@ -68,7 +70,7 @@ def estimate_branch_prices(rates: Rates, shape: Shape, most_rows: int, chains: S
     Where nothing is known of them, they are taken to be those of chains, and are doubted.
     """
     near = {(shape.span, shape.members), (shape.span, 1), (0, 1)}
-    if not any((one.span, one.members) in near for one in rates.branch_times):
+    if not any((step_time.span, step_time.members) in near for step_time in rates.branch_times):
         sizes = frozenset(SMALLEST_BUCKET << index for index in range(len(chains.prices)))
         return evolve(chains, doubted_buckets=sizes)
     found = estimate_prices(merge_plain_times(rates, rates.branch_times), shape.span, shape.members, most_rows)

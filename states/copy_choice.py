@@ -42,7 +42,7 @@ def count_likely_rows(controls: Sequence[SpeculationControl | None], chosen: Seq
 
 def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
     """Return the rule by which a member copies. choices: one for each class of matches, none if it copies nothing."""
-    counts = tuple(one.width - one.branch for one in choices)
-    branches = tuple(one.branch for one in choices)
+    counts = tuple(choice.width - choice.branch for choice in choices)
+    branches = tuple(choice.branch for choice in choices)
     nothing = (0,) * len(MATCH_CLASSES)
     return Copying(counts or nothing, rows, steps, branches or nothing)

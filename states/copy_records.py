@@ -114,4 +114,4 @@ def record_copy_time(rates: Rates, shape: Shape, took_ns: int, *, branched: bool
 def with_step_time(rates: Rates, known: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
     """Return these times of steps with copies after one more of them."""
     times = record_step_time(merge_plain_times(rates, known), shape, took_ns)
-    return tuple(one for one in times if one.rows)
+    return tuple(step_time for step_time in times if step_time.rows)

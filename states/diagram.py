@@ -113,7 +113,7 @@ def list_trim_edges() -> Iterator[tuple[str, str, str]]:
             after = decide_trimming(before, demand, timer, output := PaceOutput(PATIENCE))
             is_possible = demand.is_serving or timer == 0 or phase == "counting"  # memory is not due in an idle server
             if after != before and timer in {0, before.timer} and is_possible:
-                trims = any(isinstance(one.effect, TrimMemory) for one in output.effects)
+                trims = any(isinstance(effect_request.effect, TrimMemory) for effect_request in output.effects)
                 yield phase, after.phase, f"{cause}{' (`TrimMemory`)' if trims else ''}"
 
 

@@ -122,7 +122,7 @@ class ForLaunch:
 
     def __attrs_post_init__(self) -> None:
         """Refuse two outcomes of one request: the second one could not be awaited before the first one is folded."""
-        if len({one.request for one in self.outcomes}) < len(self.outcomes):
+        if len({outcome.request for outcome in self.outcomes}) < len(self.outcomes):
             raise ValueError("two outcomes of one request are two events")
 
 
@@ -142,6 +142,6 @@ def list_request_events(happened: Happened) -> tuple[tuple[RequestId, Event], ..
         case ForRequest(request, event):
             return ((request, event),)
         case ForLaunch(outcomes):
-            return tuple((one.request, one.outcome) for one in outcomes)
+            return tuple((outcome.request, outcome.outcome) for outcome in outcomes)
         case _:
             return ()

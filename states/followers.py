@@ -209,8 +209,12 @@ def find_soonest_end(launched: RunPrefill, valid_rows: int, settings: Settings) 
 
 def list_launched_prefills(lanes: Iterable[Lane]) -> dict[RequestId, RunPrefill]:
     """Return the prefills that run, by request."""
-    running = [one for lane in lanes for one in lane.running]
-    return {one.request: one.effect for one in running if isinstance(one.effect, RunPrefill)}
+    running = [effect_request for lane in lanes for effect_request in lane.running]
+    return {
+        effect_request.request: effect_request.effect
+        for effect_request in running
+        if isinstance(effect_request.effect, RunPrefill)
+    }
 
 
 def hold_at_awaited_rows(lane: Lane, follow: Follow, settings: Settings) -> tuple[Lane, bool]:
@@ -221,14 +225,17 @@ def hold_at_awaited_rows(lane: Lane, follow: Follow, settings: Settings) -> tupl
     if not settings.stateful:
         return lane, False
 
-    def passes(one: EffectRequest) -> bool:
-        if one.request != follow.leader or not isinstance(one.effect, RunPrefill):
+    def passes(effect_request: EffectRequest) -> bool:
+        if effect_request.request != follow.leader or not isinstance(effect_request.effect, RunPrefill):
             return False
-        return find_state_row(settings, one.effect.stop) > follow.awaited_rows
+        return find_state_row(settings, effect_request.effect.stop) > follow.awaited_rows
 
     if any(map(passes, lane.running)):
         return evolve(lane, runs_unattended=False), lane.runs_unattended
-    waiting = [cut_prefill(one, follow.awaited_rows) if passes(one) else one for one in lane.waiting]
+    waiting = [
+        cut_prefill(effect_request, follow.awaited_rows) if passes(effect_request) else effect_request
+        for effect_request in lane.waiting
+    ]
     return evolve(lane, waiting=tuple(waiting)), False
 
 

@@ -23,15 +23,15 @@ from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
     Done,
     Draining,
-    Held,
-    Leaving,
     New,
     Prefilling,
     Recovering,
+    ReleasingState,
     RequestRemainder,
     Restoring,
     Snapshotting,
     State,
+    StateWithSlot,
     Waiting,
     Yielding,
     get_remainder,
@@ -46,7 +46,9 @@ from states.world import World
 
 def check_world(world: World) -> None:
     """Raise AssertionError, with what does not hold."""
-    held = {request: get_remainder(state) for request, state in world.requests.items() if isinstance(state, Held)}
+    held = {
+        request: get_remainder(state) for request, state in world.requests.items() if isinstance(state, StateWithSlot)
+    }
     check_slots(world, held)
     check_checkpoints(world)
     check_pages(world)
@@ -114,12 +116,15 @@ def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> Non
 
     held: as in `check_slots`.
     """
-    on_lanes = [one.request for lane in world.lanes.values() for one in (*lane.waiting, *lane.running)]
+    on_lanes = [
+        effect_request.request for lane in world.lanes.values() for effect_request in (*lane.waiting, *lane.running)
+    ]
     assert len(set(on_lanes)) == len(on_lanes), "a request has two effects on devices"
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
     for lane in world.lanes.values():
         stuck = all(
-            isinstance(one.effect, RunDecode) and one.request in world.slots.short_of_pages for one in lane.waiting
+            isinstance(effect_request.effect, RunDecode) and effect_request.request in world.slots.short_of_pages
+            for effect_request in lane.waiting
         )
         assert bool(lane.running) or stuck, "a lane idles although something waits"
         assert not is_blocking(lane), "a launch goes on although something waits for its end"
@@ -197,7 +202,7 @@ def check_pages(world: World) -> None:
             "a page leaks"
         )
         state = world.requests.get(slot.holder) if slot.holder is not None else None
-        if state is not None and not isinstance(state, Leaving | Waiting):
+        if state is not None and not isinstance(state, ReleasingState | Waiting):
             rows = get_remainder(state).slot_lease.rows  # type: ignore[arg-type] # it holds a slot
             own = slot.pages[rows // settings.page :]
             assert all(holders[page] == 1 for page in own), "a page is written that another slot reads"

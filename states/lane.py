@@ -33,7 +33,7 @@ With `Settings.mixed_launches` the prefill joins as well, if its rows may go alo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from attrs import evolve, frozen
@@ -201,13 +201,14 @@ def is_blocking(lane: Lane) -> bool:
     """
     if not (lane.runs_unattended and lane.waiting and lane.running):
         return False
-    return not list_prompts_along(lane) or not all(may_go_along(one.effect) for one in lane.waiting)
+    effects = [effect_request.effect for effect_request in lane.waiting]
+    return not list_prompts_along(lane) or not all(map(may_go_along, effects))
 
 
 def list_prompts_along(lane: Lane) -> list[RunPrefill]:
     """Return the prefills whose rows go along with the decode steps of the running launch."""
-    effects = (one.effect for one in lane.running if isinstance(one.effect, RunPrefill))
-    return [effect for effect in effects if effect.forward_rows]
+    effects = [effect_request.effect for effect_request in lane.running]
+    return [effect for effect in effects if isinstance(effect, RunPrefill) and effect.forward_rows]
 
 
 def count_rows_along(lane: Lane) -> int:
@@ -220,7 +221,7 @@ def has_room_along(lane: Lane, settings: Settings) -> bool:
     along = list_prompts_along(lane)
     if not along or not may_share_forwards(settings):
         return not along
-    most = FORWARDS * (along[0].forward_rows - count_decode_steps(lane.running))
+    most = FORWARDS * (along[0].forward_rows - len(list_decode_steps(lane.running)))
     return count_rows_along(lane) + settings.block_size <= most
 
 
@@ -252,25 +253,36 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     """
     if settings.max_proposals or not (lane.runs_unattended and lane.waiting and lane.running and lane.last_was_decode):
         return False
-    others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
+    others = list_other_effects(lane.waiting)
     prompts_join = settings.mixed_launches and lane.turn != "copies"
-    if others and not (prompts_join and all(may_go_along(one.effect) for one in others)):
+    if others and not (prompts_join and all(may_go_along(effect_request.effect) for effect_request in others)):
         return False
     joining_steps = len(lane.waiting) - len(others)
-    free_rows = settings.batch_rows - count_decode_steps(lane.running)
+    free_rows = settings.batch_rows - len(list_decode_steps(lane.running))
     return joining_steps <= free_rows and (joining_steps > 0 or has_room_along(lane, settings))
 
 
-def count_decode_steps(effect_requests: Sequence[EffectRequest]) -> int:
-    """Count the decode steps among these effects."""
-    return sum(isinstance(one.effect, RunDecode) for one in effect_requests)
+def list_decode_steps(effect_requests: Iterable[EffectRequest]) -> list[EffectRequest]:
+    """Return the decode steps among these effects."""
+    return [effect_request for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)]
+
+
+def get_decode_effects(decode_steps: Iterable[EffectRequest]) -> list[RunDecode]:
+    """Return the effects of the requests that are decode steps."""
+    return [effect_request.effect for effect_request in decode_steps if isinstance(effect_request.effect, RunDecode)]
+
+
+def list_other_effects(effect_requests: Iterable[EffectRequest]) -> list[EffectRequest]:
+    """Return the effects that are no decode steps, such as prefills."""
+    return [effect_request for effect_request in effect_requests if not isinstance(effect_request.effect, RunDecode)]
 
 
 def join_waiting(lane: Lane, joining: tuple[EffectRequest, ...], plan: Plan) -> Lane:
     """Make waiting effects members of the running launch. joining: those that join, as they are launched."""
     running = (*lane.running, *joining)
-    requests = {one.request for one in joining}  # a request has one waiting effect at most
-    waiting = tuple(one for one in lane.waiting if one.request not in requests)
+    # A request has one waiting effect at most.
+    requests = {effect_request.request for effect_request in joining}
+    waiting = tuple(effect_request for effect_request in lane.waiting if effect_request.request not in requests)
     return evolve(with_effect_requests(lane, waiting, running), member_count=len(running), plan=plan)
 
 
@@ -278,8 +290,9 @@ def start_launch(
     lane: Lane, effect_requests: tuple[EffectRequest, ...], plan: Plan = NO_PLAN, step_count: int = 1
 ) -> Lane:
     """Move effects from the queue to a launch. step_count: decode steps or chunks that it may take without asking."""
-    launched = {one.request for one in effect_requests}  # a request has one waiting effect at most
-    waiting = tuple(one for one in lane.waiting if one.request not in launched)
+    # A request has one waiting effect at most.
+    launched = {effect_request.request for effect_request in effect_requests}
+    waiting = tuple(effect_request for effect_request in lane.waiting if effect_request.request not in launched)
     proposing_steps = lane.proposing_steps
     if any(plan.proposals):
         proposing_steps += 1

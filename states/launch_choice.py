@@ -42,7 +42,10 @@ from states.lane import (
     Lane,
     can_launch,
     choose_lane,
+    get_decode_effects,
     join_waiting,
+    list_decode_steps,
+    list_other_effects,
     may_go_along,
     remove_answered,
     start_launch,
@@ -76,9 +79,8 @@ def choose_launch(
         models, outcome = residency.answer_without_move(models, effect_request, settings.residency)
         if outcome is not None:
             return remove_answered(lane, effect_request), models, EffectOutcome(effect_request.request, outcome)
-    all_decode_steps = [one for one in lane.waiting if isinstance(one.effect, RunDecode)]
-    decode_steps = all_decode_steps[: settings.batch_rows]
-    others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
+    decode_steps = list_decode_steps(lane.waiting)[: settings.batch_rows]
+    others = list_other_effects(lane.waiting)
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     copies_turn = False
     if decode_steps and other is not None:
@@ -93,8 +95,9 @@ def choose_launch(
     if decode_steps and (other is None or not lane.last_was_decode or copies_turn):
         draft_is_lost = models["draft"].location == "lost"
         is_alone = copies_turn or len(lane.waiting) == len(decode_steps)
-        given = decode_steps, settings, requests, rates
-        batch, plan, step_count = plan_decode_launch(lane, *given, draft_is_lost=draft_is_lost, is_alone=is_alone)
+        batch, plan, step_count = plan_decode_launch(
+            lane, decode_steps, settings, requests, rates, draft_is_lost=draft_is_lost, is_alone=is_alone
+        )
         after = start_launch(lane, batch, plan, step_count)
         return evolve(after, turn="copies") if copies_turn else after, models, Launch(batch)
     assert other is not None
@@ -117,7 +120,7 @@ def may_share_launch(others: Sequence[EffectRequest], settings: Settings) -> boo
     same lane, and its launches can be as long.
     """
     if settings.mixed_launches and not settings.stateful:
-        return all(may_go_along(one.effect) for one in others)
+        return all(may_go_along(prompt.effect) for prompt in others)
     return choose_lane(settings, others[0].effect) == PROMPTS
 
 
@@ -144,8 +147,8 @@ def plan_decode_launch(
         step_counts = [1] * len(decode_steps)
     copying = plan.copying or (None,) * len(decode_steps)
     batch = tuple(
-        with_decode_plan(one, propose, steps, own)
-        for one, propose, steps, own in zip(decode_steps, plan.proposals, step_counts, copying, strict=True)
+        with_decode_plan(decode_step, propose, steps, own)
+        for decode_step, propose, steps, own in zip(decode_steps, plan.proposals, step_counts, copying, strict=True)
     )
     return batch, plan, max(step_counts)
 
@@ -218,11 +221,11 @@ def plan_proposals(
     row_limit: the most rows of a step, with its proposals; 0 is passed on if a plain step is due. proposing_steps:
     steps since the last plain one. If `StepPrices.plain_suspect` doubts its time, a plain step is due after one.
     """
-    controls = [find_control(requests, one) for one in decode_steps]
+    controls = [find_control(requests, decode_step) for decode_step in decode_steps]
     effects = get_decode_effects(decode_steps)
     has_draft = not draft_is_lost and any(control is not None and control.widths for control in controls)
     copies = any(control is not None and control.copy_widths for control in controls)
-    reason = "draft_lost" if draft_is_lost and any(one is not None for one in controls) else ""
+    reason = "draft_lost" if draft_is_lost and any(control is not None for control in controls) else ""
     plan = Plan((0,) * len(controls), reason=reason, steps=UNLIMITED_STEPS)
     if not (has_draft or copies):
         return plan  # no member can propose: no price matters
@@ -258,8 +261,8 @@ def join_launch(
     if settings.mixed_launches:
         lane, joining = choose_joining(lane, requests, DecisionContext(settings, rates))
     plan = lane.plan
-    if settings.max_copied and any(isinstance(one.effect, RunDecode) for one in joining):
-        steps = [one for one in (*lane.running, *joining) if isinstance(one.effect, RunDecode)]
+    if settings.max_copied and list_decode_steps(joining):
+        steps = list_decode_steps((*lane.running, *joining))
         rules = plan_copy_rules(steps, requests, settings, rates)
         # If nothing is worth copying, the rules of the other members are still those of the plan.
         plan = evolve(rules if rules.copying else plan, proposals=(0,) * (len(lane.running) + len(joining)))
@@ -276,7 +279,7 @@ def plan_copy_rules(
     A match to copy from ends such a launch. So a rule only says what is worth another launch, and what has not been
     measured is estimated.
     """
-    controls = [find_control(requests, one) for one in steps]
+    controls = [find_control(requests, decode_step) for decode_step in steps]
     plan = Plan((0,) * len(steps), steps=UNLIMITED_STEPS)
     if not any(control and control.copy_widths for control in controls):
         return plan
@@ -289,19 +292,19 @@ def with_copy_rules(
     effect_requests: Sequence[EffectRequest], steps: Sequence[EffectRequest], plan: Plan
 ) -> tuple[EffectRequest, ...]:
     """Return effects with the rules that a plan has for them, if it has any. steps: those that it was made for."""
-    rules = dict(zip([one.request for one in steps], plan.copying, strict=False))
+    rules = dict(zip((step.request for step in steps), plan.copying, strict=False))
     return tuple(
-        with_decode_plan(one, 0, one.effect.steps, rules[one.request])
-        if isinstance(one.effect, RunDecode) and one.request in rules
-        else one
-        for one in effect_requests
+        with_decode_plan(effect_request, 0, effect_request.effect.steps, rules[effect_request.request])
+        if isinstance(effect_request.effect, RunDecode) and effect_request.request in rules
+        else effect_request
+        for effect_request in effect_requests
     )
 
 
 def would_copy(steps: Sequence[EffectRequest], requests: Mapping[RequestId, State], plan: Plan) -> bool:
     """Would one of these decode steps copy text now, by the rules of the plan?"""
-    for one, rule in zip(steps, plan.copying, strict=False):
-        control = find_control(requests, one)
+    for decode_step, rule in zip(steps, plan.copying, strict=False):
+        control = find_control(requests, decode_step)
         if rule is not None and control is not None:
             group = find_match_class(control.matched)
             if group >= 0 and rule.counts[group]:
@@ -315,11 +318,6 @@ def get_step_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
     proposed = sum(effect.propose for effect in effects)
     positions = sum(effect.position for effect in effects)
     return Shape(find_span(positions // len(effects)), len(effects), proposed and len(effects) + proposed)
-
-
-def get_decode_effects(decode_steps: Sequence[EffectRequest]) -> list[RunDecode]:
-    """Return the effects of the requests that are decode steps."""
-    return [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
 
 
 def find_control(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> SpeculationControl | None:

@@ -39,15 +39,16 @@ from typing import Literal
 from attrs import evolve
 
 from effects.all import EffectRequest
-from effects.decode import RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import step_prices
 from states.lane import (
     FORWARDS,
     Lane,
-    count_decode_steps,
     count_rows_along,
+    get_decode_effects,
+    list_decode_steps,
+    list_other_effects,
     may_go_along,
     may_share_forwards,
     start_launch,
@@ -89,7 +90,7 @@ def choose_mixed_chunks(
     rest = list(others)
     chosen = list[EffectRequest]()
     rows_along = count_rows_along(lane)
-    prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
+    prompt_count = sum(isinstance(effect_request.effect, RunPrefill) for effect_request in others)
     while rest and (not rows_along or may_share_forwards(settings)):
         after, other = choose_other_effect(lane, rest, requests)
         chunk = choose_mixed_chunk(step_count, other, prompt_count, context, rows_along)
@@ -173,11 +174,11 @@ def start_mixed_launch(
     Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
     most = UNLIMITED_STEPS if settings.mixed_launches else 1
-    effects = [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
+    effects = get_decode_effects(decode_steps)
     counts = [min(most, effect.steps) for effect in effects]
     rules = [effect.copying if settings.mixed_launches else None for effect in effects]
     planned = zip(decode_steps, counts, rules, strict=True)
-    steps = [with_decode_plan(one, 0, count, rule) for one, count, rule in planned]
+    steps = [with_decode_plan(decode_step, 0, count, rule) for decode_step, count, rule in planned]
     batch = (*steps, *prompt_chunks)
     after = start_launch(lane, batch, Plan((0,) * len(steps)), max(counts))
     turn: Literal["prompts", ""] = "prompts" if settings.mixed_launches else ""
@@ -199,8 +200,8 @@ def choose_joining(
     No prompt joins where its rows have no room next to those that go along already. The decode steps come first. What
     does not join keeps waiting.
     """
-    steps = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
-    prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
-    step_count = count_decode_steps(lane.running) + len(steps)
+    steps = list_decode_steps(lane.waiting)
+    prompts = list_other_effects(lane.waiting)
+    step_count = len(list_decode_steps(lane.running)) + len(steps)
     lane, chunks = choose_mixed_chunks(lane, prompts, step_count, requests, context)
     return evolve(lane, turn="prompts") if chunks else lane, (*steps, *chunks)

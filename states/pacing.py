@@ -59,8 +59,8 @@ from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.timer import StartTimer, TimerName
 from states import step_prices
 from states.events import TimerElapsed
-from states.lane import Lane
-from states.launch_choice import get_decode_effects, get_step_shape
+from states.lane import Lane, get_decode_effects
+from states.launch_choice import get_step_shape
 from states.machine import IllegalEvent
 from states.rates import Rates, estimate_prefill_time
 from states.request_states import (
@@ -175,7 +175,9 @@ def follow_transition(demand: Demand, request: RequestId, before: State, after: 
     if isinstance(after, Snapshotting) and not isinstance(before, Snapshotting):
         return evolve(demand, snapshots=(*demand.snapshots, request))
     if isinstance(before, Snapshotting) and not isinstance(after, Snapshotting):
-        return evolve(demand, snapshots=tuple(one for one in demand.snapshots if one != request))
+        return evolve(
+            demand, snapshots=tuple(saved_request for saved_request in demand.snapshots if saved_request != request)
+        )
     return demand
 
 

@@ -53,7 +53,7 @@ def can_all_finish(running: Sequence[tuple[Pages, int]], total: int) -> bool:
     if sum(max(0, claim - len(held)) for held, claim in running) <= free_count:
         return True
     holders = Counter(page for held, _ in running for page in held)
-    for held, claim in sorted(running, key=lambda one: one[1] - len(one[0])):
+    for held, claim in sorted(running, key=lambda holding: holding[1] - len(holding[0])):
         if claim - len(held) > free_count:
             return False
         holders.subtract(held)

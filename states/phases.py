@@ -25,12 +25,12 @@ from states.kept_rows import find_own_state
 from states.machine import Transition, prepend_effect
 from states.reports import make_report
 from states.request_states import (
+    AnsweringState,
     Done,
     Generated,
     LoadingScorer,
     LookingUp,
     MayPropose,
-    Open,
     Parking,
     Prefilling,
     Prompt,
@@ -282,13 +282,13 @@ def finish_stream(context: DecisionContext, state: Speculating, emit: EmitTokens
 # --- failures ---
 
 
-def fail_request(context: DecisionContext, state: Open, event: DeviceFailed) -> FailRequest:
+def fail_request(context: DecisionContext, state: AnsweringState, event: DeviceFailed) -> FailRequest:
     """Close the stream with a failure, and begin what follows the end of a request."""
     left = keep_trusted_rows(get_remainder(state), event)
     return prepend_effect(make_failure_close(context, state, event), end_request(context.settings, left))
 
 
-def fail_without_lease(context: DecisionContext, state: Open, event: DeviceFailed) -> FailWithoutLease:
+def fail_without_lease(context: DecisionContext, state: AnsweringState, event: DeviceFailed) -> FailWithoutLease:
     """Do as `fail_request` for a request that has leased no model."""
     left = keep_trusted_rows(get_remainder(state), event)
     return prepend_effect(make_failure_close(context, state, event), end_without_lease(context.settings, left))
@@ -302,7 +302,7 @@ def fail_untrusted(
     return prepend_effect(closing, release_model(context.settings, forget_all_rows(get_remainder(state))))
 
 
-def make_failure_close(context: DecisionContext, state: Open, event: DeviceFailed) -> CloseStream:
+def make_failure_close(context: DecisionContext, state: AnsweringState, event: DeviceFailed) -> CloseStream:
     """Close the stream with a report of what was done. Its cache part counts the rows that are still trusted."""
     cache = scope.select_rows_to_keep(context.settings, keep_trusted_rows(get_remainder(state), event))
     why: Finish = event.kind if event.kind in {"dead_end", "lost"} else "failed"

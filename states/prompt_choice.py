@@ -46,11 +46,11 @@ def choose_other_effect(
     first = others[0]
     if not isinstance(first.effect, RunPrefill):
         return lane, first
-    prompts = [one for one in others if isinstance(one.effect, RunPrefill)]
+    prompts = [effect_request for effect_request in others if isinstance(effect_request.effect, RunPrefill)]
     if lane.overtakes >= MAX_OVERTAKES:
         chosen = first
     else:
-        chosen = min(prompts, key=lambda one: count_missing_rows(requests, one))
+        chosen = min(prompts, key=lambda prompt: count_missing_rows(requests, prompt))
     return evolve(lane, overtakes=0 if chosen is first else lane.overtakes + 1), chosen
 
 
@@ -65,8 +65,8 @@ def choose_prompts(
     chosen = list[EffectRequest]()
     effects = list[RunPrefill]()
     while rest:
-        after, one = choose_other_effect(lane, rest, requests)
-        launched = one if chosen else shorten_prefill(one, FORWARDS * settings.chunk)
+        after, next_prompt = choose_other_effect(lane, rest, requests)
+        launched = next_prompt if chosen else shorten_prefill(next_prompt, FORWARDS * settings.chunk)
         effect = launched.effect
         assert isinstance(effect, RunPrefill), "only prompts share a launch"
         is_long = effect.stop - effect.start > settings.chunk
@@ -77,7 +77,7 @@ def choose_prompts(
             break
         lane = after
         chosen.append(launched)
-        rest.remove(one)
+        rest.remove(next_prompt)
     return lane, tuple(chosen)
 
 

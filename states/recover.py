@@ -27,8 +27,8 @@ from states.phases import forget_all_rows, unload_model
 from states.reports import make_report, make_report_without_slot
 from states.request_states import (
     FINISH,
+    AnsweringState,
     Draining,
-    Open,
     Parking,
     Recovering,
     RequestRemainder,
@@ -50,7 +50,7 @@ LOST_TWICE = "the rows of its slot were lost a second time"
 # --- the rows are lost ---
 
 
-def recover_or_fail(state: Open, _: SlotEmptied, context: DecisionContext) -> RecoverOrFail:
+def recover_or_fail(state: AnsweringState, _: SlotEmptied, context: DecisionContext) -> RecoverOrFail:
     """Abandon what is in flight, and wait for its outcomes before the request waits for a slot again.
 
     If rows of this request were lost before, the request fails instead: its stream is closed with `LOST_TWICE`.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from effects.compression import Compressed
 from effects.job import Report
 from states import policy, scope
-from states.request_states import Followed, Generated, Open, Prefilling, Prompt, Speculating, get_remainder
+from states.request_states import AnsweringState, Followed, Generated, Prefilling, Prompt, Speculating, get_remainder
 from states.settings import DecisionContext
 
 
-def make_report(context: DecisionContext, state: Open) -> Report:
+def make_report(context: DecisionContext, state: AnsweringState) -> Report:
     """Return the report that the client gets if the request ends now."""
     slot_lease = state.slot_lease
     prompt = state.prompt
@@ -34,7 +34,7 @@ def make_report(context: DecisionContext, state: Open) -> Report:
     )
 
 
-def report_compression(context: DecisionContext, state: Open) -> Compressed | None:
+def report_compression(context: DecisionContext, state: AnsweringState) -> Compressed | None:
     """Return what was left out of the prompt, or why nothing was; None: compression is off."""
     prompt = state.prompt
     job = prompt.job
@@ -52,7 +52,7 @@ def make_report_without_slot(prompt: Prompt) -> Report:
     return Report(len(prompt.tokens), completion_tokens=len(prompt.heard_tokens or ()))
 
 
-def explain_no_proposals(context: DecisionContext, state: Open) -> str:
+def explain_no_proposals(context: DecisionContext, state: AnsweringState) -> str:
     """Return why nothing, nothing more, or no tree is proposed; "" if all that was asked for is, or may yet be."""
     if isinstance(state, Prefilling | Speculating):
         return state.speculation.reason or ("no_trees" if context.settings.no_trees else "")

@@ -304,11 +304,13 @@ State: TypeAlias = (
     | Yielding
     | Done
 )
-# Nothing is generated yet, and no draft is leased.
-Early: TypeAlias = LookingUp | Restoring | LoadingScorer | Compressing | UnloadingScorer | UnparkingDraft
-Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, and the request holds a slot
-Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the request will give up its slot
-Held: TypeAlias = Open | Leaving
+# The request has a slot. Nothing is generated yet, and no draft is leased.
+PreparingState: TypeAlias = LookingUp | Restoring | LoadingScorer | Compressing | UnloadingScorer | UnparkingDraft
+# The request has a slot, and its client waits for the answer.
+AnsweringState: TypeAlias = PreparingState | Prefilling | Speculating
+# The request still has a slot, and will give it up.
+ReleasingState: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding
+StateWithSlot: TypeAlias = AnsweringState | ReleasingState
 
 FINISH: dict[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -318,7 +320,7 @@ FINISH: dict[CancelReason, Finish] = {
 }
 
 
-def get_remainder(state: Held) -> RequestRemainder:
+def get_remainder(state: StateWithSlot) -> RequestRemainder:
     """Return what the request would leave behind if it ended now."""
     match state:
         case Speculating(slot_lease, prompt, speculation, answer):

@@ -123,7 +123,7 @@ def find_best_start(
         get_resident_rows(slot, requests, settings) if can_share_rows(slot, requests, job) else NO_ROWS
         for slot in slots.slots
     ]
-    shared = [one.count_continuable(settings, state.prompt) for one in rows]
+    shared = [slot_rows.count_continuable(settings, state.prompt) for slot_rows in rows]
     starts = [find_start(slots, shared, number, settings) for number in range(len(rows))]
     overwritable = [
         number
@@ -320,7 +320,7 @@ def choose_pages(
     target, source, keep, _ = placement
     others = [slot.pages for number, slot in enumerate(slots.slots) if number != target]
     jobs = list_running_jobs(slots, requests)
-    verbatim = all(is_served_verbatim(one, settings) for one in (job, jobs.get(source, job)))
+    verbatim = all(is_served_verbatim(sharing_job, settings) for sharing_job in (job, jobs.get(source, job)))
     elsewhere = {page for held in others for page in held}
     reused = pages.select_reusable_pages(
         slots.slots[source].pages, keep, settings.page, elsewhere, shared=settings.shares_pages and verbatim
@@ -333,6 +333,8 @@ def choose_pages(
         return None
     unused = iter(new_pages)
     held = tuple(next(unused) if page is None else page for page in page_or_new)
-    claims = [(slots.slots[number].pages, pages.compute_claim(settings, one)) for number, one in jobs.items()]
+    claims = [
+        (slots.slots[number].pages, pages.compute_claim(settings, running_job)) for number, running_job in jobs.items()
+    ]
     claims.append((held, pages.compute_claim(settings, job)))
     return held if pages.can_all_finish(claims, settings.pages) and pages.have_room(claims, settings) else None

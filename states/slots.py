@@ -32,7 +32,7 @@ from states.checkpoints import EMPTY, StateCheckpoint, choose_checkpoint, drop_b
 from states.kept_rows import NO_ROWS, ResidentRows, find_own_state, get_kept_rows, get_kept_sequence
 from states.lane import Lane
 from states.pages import Pages
-from states.request_states import Draining, Held, Prefilling, RequestRemainder, State, get_remainder
+from states.request_states import Draining, Prefilling, RequestRemainder, State, StateWithSlot, get_remainder
 from states.settings import Settings
 
 # Releases of any slot. A conversation that was not continued for this many of them no longer keeps its slot.
@@ -137,7 +137,7 @@ def get_resident_tokens(slot: Slot, requests: Mapping[RequestId, State], setting
     if slot.holder is None:
         return slot.tokens
     state = requests.get(slot.holder)
-    return get_kept_sequence(settings, get_remainder(state)) if isinstance(state, Held) else ()
+    return get_kept_sequence(settings, get_remainder(state)) if isinstance(state, StateWithSlot) else ()
 
 
 def get_resident_rows(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> ResidentRows:
@@ -145,13 +145,13 @@ def get_resident_rows(slot: Slot, requests: Mapping[RequestId, State], settings:
     if slot.holder is None:
         return ResidentRows(slot.packed_tokens, len(slot.tokens))
     state = requests.get(slot.holder)
-    return get_kept_rows(settings, get_remainder(state)) if isinstance(state, Held) else NO_ROWS
+    return get_kept_rows(settings, get_remainder(state)) if isinstance(state, StateWithSlot) else NO_ROWS
 
 
 def find_row_salt(slot: Slot, requests: Mapping[RequestId, State]) -> str | None:
     """Return the salt of the slot's rows; None: no request may continue from them."""
     holder = requests.get(slot.holder) if slot.holder is not None else None
-    if not isinstance(holder, Held):
+    if not isinstance(holder, StateWithSlot):
         return slot.salt
     job = get_remainder(holder).prompt.job
     return job.salt if job.prompt_logprobs < 0 else None
@@ -183,7 +183,9 @@ def list_evictable(slots: Slots) -> list[int]:
 def list_running_jobs(slots: Slots, requests: Mapping[RequestId, State]) -> dict[int, Job]:
     """Return the job of each slot that is held."""
     states = {number: requests[slot.holder] for number, slot in enumerate(slots.slots) if slot.holder is not None}
-    return {number: get_remainder(state).prompt.job for number, state in states.items() if isinstance(state, Held)}
+    return {
+        number: get_remainder(state).prompt.job for number, state in states.items() if isinstance(state, StateWithSlot)
+    }
 
 
 def is_served_verbatim(job: Job, settings: Settings) -> bool:
@@ -248,19 +250,23 @@ def assign_checkpoints(
         return slots, lane, launched
     chosen = dict[RequestId, EffectRequest]()
     taken = frozenset(find_kept_places(lane.running))
-    for one in launched:
-        if isinstance(one.effect, RunPrefill):
-            slots, chosen[one.request] = assign_checkpoint(slots, one, requests, settings, taken)
-            taken = taken.union(find_kept_places([chosen[one.request]]))
-    running = tuple(chosen.get(one.request, one) for one in lane.running)
-    return slots, evolve(lane, running=running), tuple(chosen.get(one.request, one) for one in launched)
+    for effect_request in launched:
+        if isinstance(effect_request.effect, RunPrefill):
+            slots, chosen[effect_request.request] = assign_checkpoint(slots, effect_request, requests, settings, taken)
+            taken = taken.union(find_kept_places([chosen[effect_request.request]]))
+    running = tuple(chosen.get(effect_request.request, effect_request) for effect_request in lane.running)
+    return (
+        slots,
+        evolve(lane, running=running),
+        tuple(chosen.get(effect_request.request, effect_request) for effect_request in launched),
+    )
 
 
 def find_kept_places(effect_requests: Iterable[EffectRequest]) -> Iterator[CheckpointId]:
     """Yield the checkpoints that keep the states after prefills among these effects."""
-    for one in effect_requests:
-        if isinstance(one.effect, RunPrefill) and one.effect.device_checkpoint is not None:
-            yield one.effect.device_checkpoint
+    for effect_request in effect_requests:
+        if isinstance(effect_request.effect, RunPrefill) and effect_request.effect.device_checkpoint is not None:
+            yield effect_request.effect.device_checkpoint
 
 
 def record_checkpoint(

@@ -159,10 +159,10 @@ def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rat
     candidates: all members of the step. row_limit: rows of the step with proposals; 0: a plain step is due.
     """
     plain = Plan((0,) * len(candidates), plain_ns=prices.plain_ns)
-    if prices.needs_plain_step or not row_limit or not any(one.limit for one in candidates):
+    if prices.needs_plain_step or not row_limit or not any(candidate.limit for candidate in candidates):
         return plain
     options = list(list_options(candidates, prices, row_limit))
-    balance, is_self_funded = find_balance([one.control for one in candidates], rates)
+    balance, is_self_funded = find_balance([candidate.control for candidate in candidates], rates)
     affordable = [option for option in options if option.price - UNIT <= balance]
     cheapest = min((option.price for option in affordable), default=UNIT)
     bearable = [
@@ -180,9 +180,8 @@ def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rat
     for member in best.members if pays else best.members[:1]:
         proposals[member.index] = member.proposals
     # In a request's first step with proposals, the draft first catches up with rows of the prompt.
-    catches_up = any(
-        one.control and not one.control.seen for propose, one in zip(proposals, candidates, strict=True) if propose
-    )
+    proposing = [member.control for propose, member in zip(proposals, candidates, strict=True) if propose]
+    catches_up = any(control and not control.seen for control in proposing)
     price_doubted = round_up_to_bucket(len(candidates) + sum(proposals)) in prices.doubted_buckets
     return Plan(
         tuple(proposals),
@@ -266,14 +265,14 @@ def list_options(
     The members that gain most by proposing come first.
     """
     member_count = len(candidates)
-    widths = next(one.control.widths for one in candidates if one.limit and one.control is not None)
+    widths = next(member.control.widths for member in candidates if member.limit and member.control is not None)
     bucket_count = (round_up_to_bucket(row_limit) // SMALLEST_BUCKET).bit_length()
     forward_rows = [min(SMALLEST_BUCKET << step, row_limit) for step in range(bucket_count)]
     for width in widths:
         proposing = [
-            ProposingMember(index, min(one.limit, width), estimate_gain(one.control, min(one.limit, width)))
-            for index, one in enumerate(candidates)
-            if one.limit
+            ProposingMember(index, min(member.limit, width), estimate_gain(member.control, min(member.limit, width)))
+            for index, member in enumerate(candidates)
+            if member.limit
         ]
         members = sorted(proposing, key=lambda member: -member.gain)
         rows = list(accumulate((member.proposals for member in members), initial=member_count))

@@ -89,7 +89,11 @@ def estimate_prices(
     sizes = [SMALLEST_BUCKET << index for index in range(bucket_count)]
     bounded = (bound_price(times, span, members, rows, only_rows_cost=only_rows_cost) for rows in sizes)
     prices = accumulate(bounded, max)
-    old = (one.rows for one in decode if one[:2] == (span, members) and is_outdated(one.plain_then_ns, plain))
+    old = (
+        step_time.rows
+        for step_time in decode
+        if step_time[:2] == (span, members) and is_outdated(step_time.plain_then_ns, plain)
+    )
     return StepPrices(
         members,
         plain,
@@ -102,7 +106,7 @@ def estimate_prices(
 
 def find_plain_time(decode: DecodeTimes, span: int, members: int) -> int:
     """Return the nanoseconds of a plain step of this many requests; 0: such a step was not timed."""
-    return next((one.ns for one in decode if one[:3] == (span, members, 0)), 0)
+    return next((step_time.ns for step_time in decode if step_time[:3] == (span, members, 0)), 0)
 
 
 def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[ShapeKey, int]:
@@ -115,9 +119,9 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
     wide ones that are scaled by it.
     """
     times: dict[ShapeKey, int] = {}
-    for one in decode:
-        if (one.span, one.members) in near:
-            span, members, rows, ns, plain_then_ns = one
+    for step_time in decode:
+        if (step_time.span, step_time.members) in near:
+            span, members, rows, ns, plain_then_ns = step_time
             plain = times.get((span, members, 0), 0)
             times[span, members, rows] = ns * plain // plain_then_ns if plain_then_ns and plain else ns
     return times

@@ -105,13 +105,15 @@ def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
 
 def find_server_gains(widths: tuple[int, ...], rates: Rates) -> tuple[ClassGains, ...]:
     """Return what copies have gained in all requests, or the prior gains."""
-    is_known = len(rates.copied) == len(MATCH_CLASSES) and all(len(one.gains) == len(widths) for one in rates.copied)
+    is_known = len(rates.copied) == len(MATCH_CLASSES) and all(
+        len(gains.gains) == len(widths) for gains in rates.copied
+    )
     return rates.copied if is_known else list_prior_gains(widths)
 
 
 def forget_steps(copied: Sequence[ClassGains]) -> tuple[ClassGains, ...]:
     """Return the gains as a new request starts from them: it has had no steps itself."""
-    return tuple(ClassGains(0, one.gains, one.branch_gain) for one in copied)
+    return tuple(ClassGains(0, class_gains.gains, class_gains.branch_gain) for class_gains in copied)
 
 
 def teaches_nothing(control: SpeculationControl, done: Decoded) -> bool:
@@ -212,19 +214,23 @@ def plan_copies(
     tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
     terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
     # New members know the same, so they copy the same.
-    known = [None if one is None else (one.copy_widths, one.copied, one.max_branch) for one in controls]
+    known = [
+        None if control is None else (control.copy_widths, control.copied, control.max_branch) for control in controls
+    ]
     of_known = dict(zip(known, controls, strict=True))
-    choices = {key: choose_counts(one, terms) for key, one in of_known.items() if one and one.copy_widths}
+    choices = {
+        key: choose_counts(control, terms) for key, control in of_known.items() if control and control.copy_widths
+    }
     chosen = [choices.get(key, []) for key in known]
-    widest = [max((one.width for one in choices), default=0) for choices in chosen]
-    could_pay = any(one.could_pay for choices in chosen for one in choices)
+    widest = [max((choice.width for choice in choices), default=0) for choices in chosen]
+    could_pay = any(choice.could_pay for choices in chosen for choice in choices)
     # A trial of a draft may be due before the next trial of copies, so the plan of a draft never holds longer for them.
     steps = min(plan.steps, max(REVIEW_STEPS * members, rates.copy_steps_until_trial)) if could_pay else plan.steps
     if not any(widest):
         if has_draft:
             return plan
         return evolve(plan, plain_ns=plain_ns, steps=steps, reason=plan.reason or "does_not_pay")
-    branched = any(one.branch for choices in chosen for one in choices)
+    branched = any(choice.branch for choices in chosen for choice in choices)
     rows = limit_rows(members + sum(widest), members + max(widest), terms, branched=branched)
     step_count = count_bearable_steps(max(plan.price, terms.price_of(rows, branched=branched)), balance)
     likely_rows = max(members + 1, count_likely_rows(controls, chosen))
@@ -234,7 +240,7 @@ def plan_copies(
     if has_draft:
         step_count = min(step_count, plan.steps)
     copying = tuple(make_rule(choices, rows, step_count) for choices in chosen)
-    trials = frozenset(group for choices in chosen for group, one in enumerate(choices) if one.is_trial)
+    trials = frozenset(group for choices in chosen for group, choice in enumerate(choices) if choice.is_trial)
     return evolve(
         plan,
         copying=copying,
@@ -252,15 +258,15 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
     trees = list_tree_options(control, options, terms)
     found = list[ClassChoice]()
     for known in control.copied:
-        gains = {one: known.gains[one.at] for one in options}
+        gains = {option: known.gains[option.at] for option in options}
         if known.branch_gain:
-            gains |= {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
-        rates = {one: rate_copies(terms.members, gain, one.price) for one, gain in gains.items()}
+            gains |= {tree: estimate_tree_gain(known, control.copy_widths, tree.at, tree.branch) for tree in trees}
+        rates = {option: rate_copies(terms.members, gain, option.price) for option, gain in gains.items()}
         best = max(rates, key=rates.__getitem__, default=None)
         if best is not None and terms.would_pay(gains[best], best.price):
             found.append(ClassChoice(best.width, best.branch))
             continue
-        trial = next((one for one in options if terms.could_pay(one)), None)
+        trial = next((option for option in options if terms.could_pay(option)), None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
         else:
@@ -280,10 +286,10 @@ def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOptio
     ]
     cheapest = options[0].price if options else UNIT
     return [
-        one
-        for one in options
-        if one.price - UNIT <= terms.balance
-        and (one.price == cheapest or FRUITLESS_STEPS * (one.price - UNIT) <= terms.balance)
+        option
+        for option in options
+        if option.price - UNIT <= terms.balance
+        and (option.price == cheapest or FRUITLESS_STEPS * (option.price - UNIT) <= terms.balance)
     ]
 
 
@@ -296,13 +302,13 @@ def list_tree_options(control: SpeculationControl, chains: Sequence[CopyOption],
     if not control.max_branch or (terms.members > 1 and terms.prices.branches.doubted_buckets):
         return []
     options = [
-        one._replace(
-            price=terms.price_of(terms.members + one.width, branched=True),
-            branch=count_branch_tokens(one.width, control.max_branch),
+        chain._replace(
+            price=terms.price_of(terms.members + chain.width, branched=True),
+            branch=count_branch_tokens(chain.width, control.max_branch),
         )
-        for one in chains
+        for chain in chains
     ]
-    return [one for one in options if one.branch and FRUITLESS_STEPS * (one.price - UNIT) <= terms.balance]
+    return [option for option in options if option.branch and FRUITLESS_STEPS * (option.price - UNIT) <= terms.balance]
 
 
 def rate_copies(members: int, gain: int, price: int) -> int:

@@ -163,7 +163,11 @@ class Fold:
 
     def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
         """Take outcomes in order, at most one per request. Lanes launch and slots are given once all are taken."""
-        awaited = {one.request: (number, one) for number, lane in self.lanes.items() for one in lane.running}
+        awaited = {
+            effect_request.request: (number, effect_request)
+            for number, lane in self.lanes.items()
+            for effect_request in lane.running
+        }
         for answer in outcomes:
             number, effect_request = awaited.get(answer.request, (MAIN, None))  # store effects are on no lane
             if effect_request is not None and type(answer.outcome) in effect_request.effect.outcomes:

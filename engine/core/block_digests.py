@@ -172,7 +172,9 @@ def encode_digests(digests: Iterable[ReplicaDigest]) -> bytes:
             digest.epoch,
             digest.number,
             digest.whole,
-            tuple(ChangeRecord(one.tier, b"".join(one.added), b"".join(one.removed)) for one in digest.changes),
+            tuple(
+                ChangeRecord(change.tier, b"".join(change.added), b"".join(change.removed)) for change in digest.changes
+            ),
             digest.load.wait_ns,
             digest.load.slots,
             digest.load.answer_ns,
@@ -199,7 +201,9 @@ def decode_digest(record: DigestRecord) -> ReplicaDigest:
     """Return the digest of a record. Raises ValueError for impossible numbers."""
     if min(record.wait_ns, record.answer_ns, record.slots - 1) < 0:
         raise ValueError(f"a load that cannot be: {record.wait_ns}, {record.answer_ns}, {record.slots}")
-    changes = tuple(TierChange(one.tier, split_keys(one.added), split_keys(one.removed)) for one in record.changes)
+    changes = tuple(
+        TierChange(change.tier, split_keys(change.added), split_keys(change.removed)) for change in record.changes
+    )
     load = LoadReport(record.wait_ns, record.slots, record.answer_ns, Rates(record.prefill, record.loads))
     return ReplicaDigest(record.epoch, record.number, record.whole, changes, load)
 

@@ -54,8 +54,10 @@ class CacheMisses:
             return None  # positions are those of another prompt
         if is_fully_restored(report, self.settings):
             return None
-        there = [one for one in found if one is not None and one.at >= report.restored_tokens]
-        return max(there, key=lambda one: one.at, default=None)
+        there = [
+            divergence for divergence in found if divergence is not None and divergence.at >= report.restored_tokens
+        ]
+        return max(there, key=lambda divergence: divergence.at, default=None)
 
 
 def was_compressed(report: Report) -> bool:

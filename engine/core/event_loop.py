@@ -153,7 +153,7 @@ class EventLoop:
                 for out in self.fold(self._inbox[0]):
                     self.dispatch(out, tasks)
                 self._inbox.popleft()
-            for waiter in [one for one in self._waiters if one.is_met(self.world)]:
+            for waiter in [waiter for waiter in self._waiters if waiter.is_met(self.world)]:
                 self._waiters.remove(waiter)
                 waiter.met.set()
         finally:
@@ -251,13 +251,13 @@ def group_outcomes(outcomes: Sequence[RequestOutcome]) -> Iterator[Happened]:
     """
     group = list[RequestOutcome]()
     requests = set[RequestId]()
-    for one in outcomes:
-        if one[0] in requests:
+    for outcome in outcomes:
+        if outcome[0] in requests:
             yield make_launch_event(group)
             group = []
             requests = set()
-        requests.add(one[0])
-        group.append(one)
+        requests.add(outcome[0])
+        group.append(outcome)
     if group:
         yield make_launch_event(group)
 
@@ -266,7 +266,7 @@ def make_launch_event(outcomes: Sequence[RequestOutcome]) -> Happened:
     """Return the event of outcomes that come at once. A single one is the event of its request."""
     if len(outcomes) == 1:
         return ForRequest(*outcomes[0])
-    return ForLaunch(tuple([EffectOutcome(*one) for one in outcomes]))
+    return ForLaunch(tuple([EffectOutcome(*outcome) for outcome in outcomes]))
 
 
 def launch_failure_events(failed: LaunchFailed) -> Iterator[Happened]:

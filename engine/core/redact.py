@@ -18,7 +18,7 @@ from effects.ids import RequestId, Tokens
 from effects.prompt_compression import PromptCompressed
 from engine.core.event_loop import Envelope
 from states.events import Cancelled, Derived, Event, ForEngine, ForLaunch, ForModel, ForRequest, Submitted
-from states.request_states import Held, Speculating, get_remainder
+from states.request_states import Speculating, StateWithSlot, get_remainder
 from states.world import Output, World, advance
 
 
@@ -48,7 +48,10 @@ class Redactor:
             case ForRequest(request, event):
                 envelope = evolve(envelope, happened=ForRequest(request, self.redact_event(request, event)))
             case ForLaunch(outcomes):
-                redacted = tuple(evolve(one, outcome=self.redact_outcome(one.request, one.outcome)) for one in outcomes)
+                redacted = tuple(
+                    evolve(outcome, outcome=self.redact_outcome(outcome.request, outcome.outcome))
+                    for outcome in outcomes
+                )
                 envelope = evolve(envelope, happened=ForLaunch(redacted))
             case ForEngine() | ForModel():
                 pass
@@ -78,7 +81,7 @@ class Redactor:
                 return evolve(outcome, prompt=self.redact_prompt(request, prompt))
             case Decoded(tokens):
                 state = self.world.requests.get(request)
-                stops = get_remainder(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
+                stops = get_remainder(state).prompt.job.stop_tokens if isinstance(state, StateWithSlot) else ()
                 if isinstance(state, Speculating) and not state.answer.tokens:
                     # These are the first tokens of its answer, or they are computed a second time.
                     self._digests[request].latest = self._digests[request].prompt_end

@@ -49,7 +49,7 @@ def stage_of(state: request_states.State, world: World) -> Stage:
         return STAGES[type(state)]
     move, next_stage = WEIGHT_MOVES[type(state)]
     running = [effect_request.effect for lane in world.lanes.values() for effect_request in lane.running]
-    if any(type(one) is type(move) and one.name == move.name for one in running):
+    if any(type(effect) is type(move) and effect.name == move.name for effect in running):
         return STAGES[type(state)]
     if isinstance(state, request_states.UnparkingDraft) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:
         return "Speculating"

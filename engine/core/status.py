@@ -54,8 +54,8 @@ def describe_pace(world: World) -> DecodePace:
 
 def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:
     """Return the status of live requests, MAX_RUNNING_SHOWN at most. Those with a slot come before those that wait."""
-    seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
-    waiting = (one for one in world.requests.items() if isinstance(one[1], request_states.Waiting))
+    seated = (item for item in world.requests.items() if not isinstance(item[1], request_states.Waiting))
+    waiting = (item for item in world.requests.items() if isinstance(item[1], request_states.Waiting))
     shown = [*islice(seated, MAX_RUNNING_SHOWN)]
     shown += islice(waiting, MAX_RUNNING_SHOWN - len(shown))
     return tuple(
@@ -146,7 +146,10 @@ class RequestHistory:
 
     def recent(self, meter: RequestMeter, now_ns: int) -> tuple[PastRequest, ...]:
         """Return the last requests, the newest first, with the time that they spent after their stream closed."""
-        return tuple(evolve(one, stages_ms=meter.stages_ms(one.id, now_ns) or one.stages_ms) for one in self._recent)
+        return tuple(
+            evolve(ended_request, stages_ms=meter.stages_ms(ended_request.id, now_ns) or ended_request.stages_ms)
+            for ended_request in self._recent
+        )
 
     def totals(self, world: World) -> Totals:
         """Return the sums over all requests, including the answers that are not finished yet."""

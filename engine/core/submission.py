@@ -236,9 +236,9 @@ def describe_cache_use(report: Report, live: LiveFigures) -> str:
 def describe_adoption(report: Report, live: LiveFigures) -> str:
     """Return which shards took the restored rows. Each takes those of its own layers, in whichever process it is."""
     shards = live.memory.shards if live.memory is not None and report.restored_tokens else ()
-    each = [
+    adoptions = [
         f"{shard.layers[0]}-{shard.layers[1] - 1}@{shard.device} {'remote' if shard.remote else 'local'}="
         f"{report.restored_tokens}"
         for shard in shards
     ]
-    return f"; adopted by {', '.join(each)}" if each else ""
+    return f"; adopted by {', '.join(adoptions)}" if adoptions else ""

@@ -86,7 +86,7 @@ def deploy(arguments: FleetArguments) -> None:
 def list_messages() -> list[str]:
     """Return what Ray Serve says about each deployment of the fleet. The error of `serve.run` has only their names."""
     application = serve.status().applications.get(NAME)
-    return [] if application is None else [one.message for one in application.deployments.values()]
+    return [] if application is None else [deployment.message for deployment in application.deployments.values()]
 
 
 def find_cause(messages: Sequence[str]) -> str:

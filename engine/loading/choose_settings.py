@@ -92,7 +92,7 @@ def choose_settings(
         block_size=numerics.block_size,
         keep_decoded=has_buckets,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0,
+        mixed_rows=choose_mixed_rows({part.compute_device.type for part in plan}, shard) if has_buckets else 0,
         commits_per_segment=stateful and shard.states.commits_per_segment,
         prompt_lane_min_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,

@@ -132,7 +132,7 @@ def find_scorer(
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, target: Tokenizer, vocab: int) -> None:
     """Raise UserError if the tokenizers differ: tokens are selected by id, so an id must be the same text in both."""
-    theirs, ours = (one.full.get_vocab(with_added_tokens=True) for one in (tokenizer, target))
+    theirs, ours = (each_tokenizer.full.get_vocab(with_added_tokens=True) for each_tokenizer in (tokenizer, target))
     if theirs != ours:
         odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
         why = f"its tokenizer is another than the model's (token {odd[1]}: {odd[0]!r} is in one of them only)"

@@ -79,24 +79,28 @@ def stage_weights(
     change how much memory the rest has. memory: what weights are copied through. dtype: the one that they will have.
     """
     log_unpacked_weights(checkpoint, dtype, plan)
-    own = {number: one for number, one in enumerate(plan) if one.is_local and one.device.type == "cuda"}
+    own = {
+        number: placement
+        for number, placement in enumerate(plan)
+        if placement.is_local and placement.device.type == "cuda"
+    }
     taken = list[Buffer]()  # the buffers of the uploads
 
     def buffer() -> Tensor:
-        one = memory.allocate(PIECE_BYTES)
-        taken.append(one)
-        return one.data
+        piece = memory.allocate(PIECE_BYTES)
+        taken.append(piece)
+        return piece.data
 
-    uploads = {number: upload_weights(checkpoint, one, buffer, dtype) for number, one in own.items()}
+    uploads = {number: upload_weights(checkpoint, placement, buffer, dtype) for number, placement in own.items()}
     try:
-        if all(one.device.type == "cuda" for one in plan if one.is_local):
-            for one in uploads.values():
-                one.start()
+        if all(placement.device.type == "cuda" for placement in plan if placement.is_local):
+            for upload in uploads.values():
+                upload.start()
         with defer_finite_checks():
             yield [uploads.get(number, checkpoint) for number in range(len(plan))]
     finally:
-        for one in uploads.values():
-            one.close()
+        for upload in uploads.values():
+            upload.close()
         # Sources may be kept longer than this block, and must not hold the pool's memory.
         taken.clear()
 

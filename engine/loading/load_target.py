@@ -174,7 +174,7 @@ class LoadedModel:
         host = target["host"] + (0 if self.host_experts is None else self.host_experts.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
         others = {"draft": draft, **({} if self.scorer is None else {"drafter": self.scorer.memory()})}
-        models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
+        models = {name: ModelBytes(sizes["weights"], sizes["host"]) for name, sizes in others.items() if sizes}
         return MemoryLedger(
             models={"target": ModelBytes(target["weights"], host), **models},
             experts=None if self.host_experts is None else self.host_experts.build_figures(),
@@ -182,7 +182,7 @@ class LoadedModel:
             draft=None if self.draft is None else describe_draft(self.draft),
             drafter=None if self.scorer is None else describe_scorer(self.scorer),
             slots={"target": target["kv"], "draft": draft.get("kv", 0)},
-            buffers={"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
+            buffers={"target": target["buffers"], **{name: sizes.get("buffers", 0) for name, sizes in others.items()}},
             blocks={"host": blocks},
             pool={"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
         )
@@ -249,7 +249,7 @@ def load_with_peers(
     load_plan = make_load_plan(options, checkpoint, dtype, peers, opened_draft, kept=cache)
     options = load_plan.options
     plan = load_plan.placements
-    memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
+    memory = transfer_memory(options.cache, [placement.device for placement in plan], peers.lender)
     counted = checkpoint.with_hook(start_progress.make_weight_counter(on_step, len(checkpoint.tensors)))
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, load_plan.choose_fit(), kept=cache, on_step=on_step)

@@ -101,10 +101,10 @@ def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int
     its own. Raises UserError if a pool was asked for and shards in other processes keep the rows, since those have no
     pages.
     """
-    local = all(one.is_local for one in plan)
+    local = all(placement.is_local for placement in plan)
     if runtime.kv_memory and not local:
         raise UserError("--kv-memory does not work with shards in other processes: use --slots and --max-ctx instead")
-    on_cuda = local and all(one.compute_device.type == "cuda" for one in plan)
+    on_cuda = local and all(placement.compute_device.type == "cuda" for placement in plan)
     if not (on_cuda or runtime.kv_memory):
         return fit_slots(asked, limit, runtime.slots, runtime.max_ctx)
     slots = runtime.slots or (0 if on_cuda else SLOT_COUNTS[0])
@@ -115,7 +115,7 @@ def shares_pages(plan: Sequence[Placement]) -> bool:
     """Return whether two slots may have the same page. The kernels of a CPU read rows in one piece, so
     theirs may not.
     """
-    return all(one.compute_device.type == "cuda" for one in plan)
+    return all(placement.compute_device.type == "cuda" for placement in plan)
 
 
 def estimate_needs(
@@ -143,13 +143,14 @@ def estimate_needs(
     drafted = plan_draft_placement(options.speculation, plan[-1].device, peer)
     checkpoints = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
     found = list[DeviceNeed]()
-    for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
-        placements = [one for one in plan if one.memory == memory]
+    memories = [*(placement.memory for placement in plan), *(() if draft is None else (drafted.memory,))]
+    for memory in dict.fromkeys(memories):
+        placements = [placement for placement in plan if placement.memory == memory]
         first = (*placements, drafted)[0]
-        layer_runs = [one.layers for one in placements]
+        layer_runs = [placement.layers for placement in placements]
         device = first.compute_device
         states = [config.state_bytes(dtype, device.type, layers) for layers in layer_runs]
-        fixed = sum(estimate_placed_weights(config, dtype, one, layouts, proven=proven) for one in placements)
+        fixed = sum(estimate_placed_weights(config, dtype, placed, layouts, proven=proven) for placed in placements)
         if hosted and placements:
             fixed += hosted - count_brought_experts(config, plan) * dtype.itemsize
         if plan[0] in placements:
@@ -179,8 +180,8 @@ def estimate_needs(
         row = target_row + draft_row
         rope = len(layer_runs) * estimate_rope(config)  # each shard has tables of its own, for all slots together
         found.append(DeviceNeed(name, free, fixed, row, state, once=rope, own=draft_row))
-    on_device = [one for one in plan if one.compute_device.type != "cpu"]
-    computed = sum(estimate_cpu_experts(config, dtype, one.cpu_experts, layouts) for one in on_device)
+    on_device = [placement for placement in plan if placement.compute_device.type != "cpu"]
+    computed = sum(estimate_cpu_experts(config, dtype, placement.cpu_experts, layouts) for placement in on_device)
     if hosted or table or computed:
         host = torch.device("cpu")
         experts = count_brought_experts(config, plan) * dtype.itemsize if hosted else 0
@@ -196,11 +197,11 @@ def hosts_embedding(
     A step reads only a few of its rows, and a GPU has better use for the memory if weights take more than half of it.
     An embedding that is also the head is read whole, so it stays on the device.
     """
-    one = plan[0]
+    first = plan[0]
     shapes = config.tensors()
-    if not one.is_local or one.compute_device.type != "cuda" or "lm_head.weight" not in shapes:
+    if not first.is_local or first.compute_device.type != "cuda" or "lm_head.weight" not in shapes:
         return False
-    return 2 * estimate_placed_weights(config, dtype, one, layouts) > measure_allowed(one.compute_device)
+    return 2 * estimate_placed_weights(config, dtype, first, layouts) > measure_allowed(first.compute_device)
 
 
 def estimate_expert_bytes(
@@ -213,14 +214,15 @@ def estimate_expert_bytes(
     """Return the bytes of the device for experts in host memory. 0: host memory keeps none. Raises UserError."""
     if options.weights.device_expert_bytes is None:
         return 0
-    one = plan[0]
-    rest = estimate_placed_weights(config, dtype, one, layouts) - count_brought_experts(config, plan) * dtype.itemsize
+    first = plan[0]
+    brought = count_brought_experts(config, plan) * dtype.itemsize
+    rest = estimate_placed_weights(config, dtype, first, layouts) - brought
     return choose_expert_bytes(
         options.weights,
         config,
         dtype,
         plan,
-        measure_available(one.device) - rest - estimate_buffers(options.runtime, config, dtype, plan),
+        measure_available(first.device) - rest - estimate_buffers(options.runtime, config, dtype, plan),
     )
 
 
@@ -319,7 +321,7 @@ def outgrows_estimate(
     config = checkpoint.config
     layouts = checkpoint.layouts
     host = torch.device("cpu")
-    here = [one.layers for one in plan if one.is_local and one.compute_device.type == "cpu"]
+    here = [placement.layers for placement in plan if placement.is_local and placement.compute_device.type == "cpu"]
     if proven is None or not layouts:
         return False
     return any(

@@ -63,7 +63,7 @@ def place_cpu_experts(plan: LoadPlan, kept: CalibrationCache | None) -> LoadPlan
     if not layers:
         raise UserError(f"--cpu-experts {asked}: the model has no experts; accepted: auto, 0")
     found = assign_cpu_experts(plan, layers, asked)
-    if any(one.cpu_experts and not one.is_local for one in found.placements):
+    if any(placement.cpu_experts and not placement.is_local for placement in found.placements):
         raise UserError(f"--cpu-experts {asked}: some of these layers are in another process, which computes its own")
     return found
 
@@ -80,8 +80,8 @@ def assign_cpu_experts(plan: LoadPlan, layers: Sequence[int], count: int) -> Loa
 
 def can_choose(plan: LoadPlan, layers: Sequence[int]) -> bool:
     """Return whether there is a choice: experts, devices of this process with a GPU among them, and nothing asked."""
-    local = all(one.is_local for one in plan.placements)
-    on_cuda = any(one.device.type == "cuda" for one in plan.placements)
+    local = all(placement.is_local for placement in plan.placements)
+    on_cuda = any(placement.device.type == "cuda" for placement in plan.placements)
     return bool(layers) and local and on_cuda and plan.options.weights.device_expert_bytes is None
 
 
@@ -160,19 +160,19 @@ def build_key(plan: LoadPlan) -> str:
     """Return the key of a decision: 32 hex digits over what it depends on, without memory that happens to be free."""
     devices = [
         (
-            str(one.device),
-            torch.cuda.get_device_name(one.device),
-            torch.cuda.get_device_properties(one.device).total_memory,
+            str(placement.device),
+            torch.cuda.get_device_name(placement.device),
+            torch.cuda.get_device_properties(placement.device).total_memory,
         )
-        for one in plan.placements
-        if one.device.type == "cuda"
+        for placement in plan.placements
+        if placement.device.type == "cuda"
     ]
     runtime = plan.options.runtime
     asked = (runtime.slots, runtime.max_ctx, runtime.kv_memory, plan.options.weights.kv_dtype)
     model = (
         repr(plan.checkpoint.config),
         str(plan.dtype),
-        sorted({str(one) for one in plan.checkpoint.layouts.values()}),
+        sorted({str(layout) for layout in plan.checkpoint.layouts.values()}),
     )
     draft = None if plan.draft is None else plan.draft.weights
     parts = (_VERSION, model, devices, asked, draft, torch.get_num_threads())

@@ -73,7 +73,7 @@ def prove(
     fast = runtime.numerics == "fast"
     experts = None
     expert_plan = None
-    if any(one.cpu_experts for one in plan):
+    if any(placement.cpu_experts for placement in plan):
         experts = build_expert_kernels(dtype)
         expert_plan = prove_expert_products(checkpoint, experts, buckets_of(list_buckets(plan[-1].device), chunk), kept)
         experts = experts.with_plan(expert_plan)
@@ -82,24 +82,24 @@ def prove(
     offers = list[Offer]()
     # A draft may run on the device of the last layers, with a copy of the head. It is in this process wherever they
     # are.
-    for device in dict.fromkeys(one.device for one in plan if one.is_local or one is plan[-1]):
+    for device in dict.fromkeys(placement.device for placement in plan if placement.is_local or placement is plan[-1]):
         with use_device(device):
             kernels = build_kernels(device, dtype)
             shape = build_probe_shape(checkpoint, device, (dtype, rows), chunk, context)
             numerics = load_or_run_probe(checkpoint, kernels, kept, shape)
             offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, shape), numerics.to_json()))
-            if any(one.cpu_experts for one in plan if one.device == device):
+            if any(placement.cpu_experts for placement in plan if placement.device == device):
                 computed[device] = load_or_run_probe(
                     checkpoint, kernels, kept, shape, experts=experts, known=numerics.plan
                 )
         found[device] = numerics, kernels
     proven = list[tuple[range, Numerics]]()
-    for one in plan:
-        if one.peer is None:
-            hosted = one.cpu_experts
-            start, stop = (hosted.start, hosted.stop) if hosted else (one.layers.start, one.layers.start)
-            runs = (range(one.layers.start, start), range(start, stop), range(stop, one.layers.stop))
-            of_runs = (found[one.device][0], computed.get(one.device), found[one.device][0])
+    for placement in plan:
+        if placement.peer is None:
+            hosted = placement.cpu_experts
+            start, stop = (hosted.start, hosted.stop) if hosted else (placement.layers.start, placement.layers.start)
+            runs = (range(placement.layers.start, start), range(start, stop), range(stop, placement.layers.stop))
+            of_runs = (found[placement.device][0], computed.get(placement.device), found[placement.device][0])
             proven += [(run, numerics) for run, numerics in zip(runs, of_runs, strict=True) if run and numerics]
         else:
             asked = Prove(
@@ -111,12 +111,12 @@ def prove(
                 weights.quantized_bits,
                 tuple(offers[:MOST_OFFERS]),
             )
-            proven.append((one.layers, one.peer.prove(asked)))
+            proven.append((placement.layers, placement.peer.prove(asked)))
     own = tuple(
-        found[one.device][1].with_plan(choose_served_plan(found[one.device][0].plan, fast=fast))
-        if one.device in found
+        found[placement.device][1].with_plan(choose_served_plan(found[placement.device][0].plan, fast=fast))
+        if placement.device in found
         else None
-        for one in plan
+        for placement in plan
     )
     whole = join_numerics(proven)
     if experts is not None:

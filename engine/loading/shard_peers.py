@@ -65,10 +65,12 @@ def connect_peers(options: Options, folder: Path, checkpoint: Checkpoint) -> Rem
     where = options.speculation.remote_location if drafted else None
     lender = (
         Lender.open()
-        if any(one is not None and one.is_launched for one in (*options.placement.locations, where))
+        if any(location is not None and location.is_launched for location in (*options.placement.locations, where))
         else None
     )
-    shards = tuple(build_peer(one, options, folder, checkpoint, lender) for one in options.placement.locations)
+    shards = tuple(
+        build_peer(location, options, folder, checkpoint, lender) for location in options.placement.locations
+    )
     draft = None if where is None else build_peer(where, options, folder, checkpoint, lender)
     apart = RemotePeers(shards, draft, build_scorer_peer(options), lender)
     if apart.draft is not None:
@@ -107,7 +109,7 @@ def build_scorer_peer(options: Options) -> Peer | None:
 
 def list_remote_flags(options: Options) -> str:
     """Return the flags that name other processes."""
-    asking = {"--target-devices": any(one.is_remote for one in options.placement.locations)}
+    asking = {"--target-devices": any(location.is_remote for location in options.placement.locations)}
     asking["--draft-device"] = options.speculation.remote_location is not None
     asking["--prefill-drafter-device"] = options.compression.remote_location is not None
     return ", ".join(name for name, asks in asking.items() if asks)

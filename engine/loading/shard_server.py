@@ -100,7 +100,7 @@ class ServedModel:
         with use_device(self.device):
             kernels = build_kernels(self.device, dtype)
             key = probe_key(checkpoint.family, checkpoint.config, kernels, shape)
-            offered = [one.outcome for one in asked.offers if one.key == key]
+            offered = [offer.outcome for offer in asked.offers if offer.key == key]
             if offered and asked.boot and asked.boot == read_boot_id():
                 numerics = Numerics.from_json(offered[-1])
             else:
@@ -199,7 +199,9 @@ def build_joiner(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared 
 
     def join(sizes: tuple[int, int]) -> Shared | None:
         try:
-            into, out = (shared_memory.join_memory(one, size) for one, size in zip(memory[:2], sizes, strict=True))
+            into, out = (
+                shared_memory.join_memory(segment, size) for segment, size in zip(memory[:2], sizes, strict=True)
+            )
             borrower = Borrower(memory[2]) if len(memory) > 2 else None
         except (OSError, ValueError) as error:
             log.warning("memory cannot be shared with the server, so data is sent over the connection: %s", error)

@@ -102,7 +102,9 @@ def compile_kernels(
             for thread in answers:
                 thread.join()
             on_step(start_progress.COMPILE)
-            steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
+            steps = [
+                partial(compile_step, *shard_and_bucket) for shard_and_bucket in product(shards, range(len(buckets)))
+            ]
             if not probed:
                 compile_first(steps)
             run_side_by_side(steps)
@@ -135,7 +137,7 @@ def compile_requested(steps: Sequence[Callable[[], object]]) -> None:
 
 def log_failures(steps: Iterable[Future[Any]]) -> None:
     """Log what could not be compiled; it is compiled later."""
-    for error in filter(None, (one.exception() for one in steps)):
+    for error in filter(None, (future.exception() for future in steps)):
         log.debug("some kernels will be compiled when they are first used: %s", error)
 
 
@@ -176,7 +178,9 @@ def compile_step(shard: Shard, number: int) -> None:
 
 def find_gpu(plan: Sequence[Placement]) -> torch.device | None:
     """Return the first GPU of this process, or None."""
-    return next((one.device for one in plan if one.is_local and one.device.type == "cuda"), None)
+    return next(
+        (placement.device for placement in plan if placement.is_local and placement.device.type == "cuda"), None
+    )
 
 
 @contextmanager
@@ -193,10 +197,10 @@ def warm_up_sampling(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
         if device is not None:
             set_compile_cache()
             picked.append(executor.submit(sample_in_every_way, device, vocab, first=is_compile_cache_empty()))
-        if any(one.is_local and one.device.type == "cpu" for one in plan):
+        if any(placement.is_local and placement.device.type == "cpu" for placement in plan):
             wait(picked)
         yield
-    for error in filter(None, (one.exception() for one in picked)):
+    for error in filter(None, (future.exception() for future in picked)):
         log.debug("the sampler will be loaded when it is first used: %s", error)
 
 
@@ -205,8 +209,8 @@ def sample_in_every_way(device: torch.device, vocab: int, *, first: bool) -> Non
     build_compiler().start_key().join()
     if first:
         compile_first([partial(sample_each, device, vocab)])
-    for one in sample_each(device, vocab):
-        one.read()
+    for launched_picks in sample_each(device, vocab):
+        launched_picks.read()
 
 
 def sample_each(device: torch.device, vocab: int) -> list[LaunchedPicks]:
@@ -233,8 +237,8 @@ def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, pa
     # Small buckets run with one row twice, then with two: forwards of few rows, each in a slot of its own, attend in
     # another way from the second one on.
     alone = (1, 1, 2) if passes > 1 else (1,)
-    each = ((bucket, rows) for bucket in shard.spec.buckets for rows in (alone if bucket <= ALONE else (1,)))
-    sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
+    shapes = ((bucket, rows) for bucket in shard.spec.buckets for rows in (alone if bucket <= ALONE else (1,)))
+    sizes = [(bucket, rows) for bucket, rows in shapes if rows <= bucket]  # `--numerics fast` has one of a single row
     for passes_left in reversed(range(passes)):
         release_cached_memory(shard.devices)
         with run_one_of_each() if passes_left else nullcontext():

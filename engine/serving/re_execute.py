@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import islice, takewhile
+from itertools import filterfalse, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,10 @@ class TraceExecution:
 
     async def carry_out(self, number: int, out: Output) -> None:
         if isinstance(out, Launch):
-            for one in filter(goes_along, out.effect_requests):
-                assert isinstance(one.effect, RunPrefill), one
-                self.pending_rows[one.request] = one.effect
-            out = evolve(out, effect_requests=tuple(one for one in out.effect_requests if not goes_along(one)))
+            for effect_request in filter(goes_along, out.effect_requests):
+                assert isinstance(effect_request.effect, RunPrefill), effect_request
+                self.pending_rows[effect_request.request] = effect_request.effect
+            out = evolve(out, effect_requests=tuple(filterfalse(goes_along, out.effect_requests)))
         match out:
             case Launch(effect_requests) if any(
                 isinstance(effect_request.effect, RunDecode) and effect_request.effect.steps > 1
@@ -229,8 +229,8 @@ class TraceExecution:
             position = step.position + len(recorded.tokens)
             self.pending_steps[request] = evolve(step, position=position, token=recorded.tokens[-1], checkpoint=False)
         self.proposer.recorded = {request: recorded.tokens}
-        one = Launch((EffectRequest(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
-        return (await self.executor.perform(one))[0]
+        launch = Launch((EffectRequest(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
+        return (await self.executor.perform(launch))[0]
 
     async def compute_along(self, number: int, request: RequestId, effect: RunPrefill, stop: int) -> None:
         """Compute the rows of a prompt that went along with decode steps as far as `stop`, by themselves."""
@@ -341,7 +341,7 @@ def read_options(header: Header, model: str | None) -> Options:
         options = parse_values(wanted | chosen)
     except CycloptsError as error:
         raise UserError(f"the trace's header: {error}") from error
-    if any(one.address for one in options.placement.locations):
+    if any(location.address for location in options.placement.locations):
         raise UserError("the trace was recorded with shards at tcp://, which a replay does not contact")
     return options
 

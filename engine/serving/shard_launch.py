@@ -71,6 +71,6 @@ def start_shard(
         torch.set_num_threads(threads)
     if not descriptors:
         return run_listening(model, device, draft, read_listen(listen), secret)
-    if not all(one.isdecimal() for one in descriptors.split(",")):
+    if not all(part.isdecimal() for part in descriptors.split(",")):
         raise UserError("--fd is for a server that starts a shard; use --listen")
     return run_launched(model, device, draft, tuple(map(int, descriptors.split(","))), secret)

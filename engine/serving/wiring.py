@@ -222,5 +222,12 @@ def list_abandon_handlers(
     executor: DeviceExecutor, prompt_scorer: LoadedScorer | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
     """Return the functions that are called when a request is abandoned."""
-    others = [one for one in (prompt_scorer, None if transfer is None else transfer.restorer) if one is not None]
-    return tuple(lambda request, _, one=one: one.abandon(request) for one in (executor, *others))
+    others = [
+        executor_part
+        for executor_part in (prompt_scorer, None if transfer is None else transfer.restorer)
+        if executor_part is not None
+    ]
+    return tuple(
+        lambda request, _, executor_part=executor_part: executor_part.abandon(request)
+        for executor_part in (executor, *others)
+    )

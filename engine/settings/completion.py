@@ -21,7 +21,7 @@ def model_names(context: CompletionContext) -> list[str]:
     word = context.incomplete
     return [
         *SHIPPED,
-        *(one.name for one in list_local_models(os.environ)),
+        *(model.name for model in list_local_models(os.environ)),
         *(complete_paths(word) if "/" in word else ()),
     ]
 

@@ -59,4 +59,4 @@ def parse_values(values: Mapping[str, Any]) -> Options:
 def list_words(values: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line for values by flat name. An option with several values comes several times."""
     items = ((name, value if isinstance(value, (list, tuple)) else [value]) for name, value in values.items())
-    return [f"--{name.replace('_', '-')}={one}" for name, several in items for one in several]
+    return [f"--{name.replace('_', '-')}={value}" for name, several in items for value in several]

@@ -70,5 +70,7 @@ def open_gpu(driver: ctypes.CDLL, number: int) -> None:
 
 def first_gpu(devices: Sequence[DeviceLocation]) -> int | None:
     """Return the number of the first device of this process that is a GPU, or may be one."""
-    found = (re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", one.device) for one in devices if not one.is_remote)
-    return next((int(one[1] or 0) for one in found if one), None)
+    found = (
+        re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", location.device) for location in devices if not location.is_remote
+    )
+    return next((int(match[1] or 0) for match in found if match), None)

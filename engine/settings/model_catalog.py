@@ -52,7 +52,7 @@ def find_own_folder() -> Path:
 def list_local_models(environment: Mapping[str, str]) -> list[LocalModel]:
     """Return all models, in alphabetical order."""
     found = [*list_hub_models(find_hub_folder(environment)), *list_models_below(find_own_folder())]
-    return sorted(found, key=lambda one: (one.name.lower(), one.path))
+    return sorted(found, key=lambda model: (model.name.lower(), model.path))
 
 
 def list_hub_models(folder: Path) -> Iterator[LocalModel]:
@@ -127,7 +127,7 @@ def find_model(name: str, models: Sequence[LocalModel]) -> Path | None:
     """
     for level in range(3):
         for fold in (str, str.lower):
-            meant = {one.path: one.name for one in models if fold(one.names[level]) == fold(name)}
+            meant = {model.path: model.name for model in models if fold(model.names[level]) == fold(name)}
             if len(meant) > 1:
                 raise UserError(f"{name}: matches {', '.join(sorted(meant.values()))}; give the full name")
             if meant:
@@ -137,10 +137,10 @@ def find_model(name: str, models: Sequence[LocalModel]) -> Path | None:
 
 def list_similar(name: str, models: Sequence[LocalModel]) -> list[str]:
     """Return names that may have been meant, the most similar first."""
-    named = {each.lower(): one.name for one in reversed(models) for each in one.names}
-    named |= {each: each for each in SHIPPED}
+    named = {name_part.lower(): model.name for model in reversed(models) for name_part in model.names}
+    named |= {shipped: shipped for shipped in SHIPPED}
     close = difflib.get_close_matches(name.lower(), named, 6, 0.6)
-    return list(dict.fromkeys(named[each] for each in close))[:3]
+    return list(dict.fromkeys(named[similar] for similar in close))[:3]
 
 
 def choose_served_name(path: Path) -> str:

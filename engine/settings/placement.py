@@ -67,18 +67,18 @@ def find_misplacement(entries: Sequence[DeviceLocation], *, interpreter: bool, s
 
     entries: of the options that `APART` names.
     """
-    launched = [one for one in entries if one.is_launched]
+    launched = [location for location in entries if location.is_launched]
     if interpreter and not launched:
         return (
             f"--target-shard-ipc-python runs what {APART} have in a process of its own, and there is nothing: name "
             "some, as in ipc+cpu:0"
         )
-    if not interpreter and any(one.name.startswith("hip") for one in launched):
+    if not interpreter and any(location.name.startswith("hip") for location in launched):
         return (
             f"{APART} hip:N is in a process with ROCm's build of torch: name its interpreter with "
             "--target-shard-ipc-python"
         )
-    if secret and all(one.address is None for one in entries):
+    if secret and all(location.address is None for location in entries):
         return f"--shard-secret-file is for shards at tcp://HOST:PORT in {APART}: there are none"
     return ""
 

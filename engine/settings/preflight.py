@@ -161,7 +161,9 @@ def check_parent(path: Path) -> None:
     above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not above.is_dir():
         raise FolderUnusable(f"{path}: {above} is not a folder")
-    missing = [one for one in reversed((path.absolute(), *path.absolute().parents)) if not os.path.lexists(one)]
+    missing = [
+        folder for folder in reversed((path.absolute(), *path.absolute().parents)) if not os.path.lexists(folder)
+    ]
     made = list[Path]()
     try:
         for folder in missing:

@@ -86,7 +86,7 @@ def run_models(options: Options, *, as_json: bool) -> int:
             found.append(list_model(model, options))
             step()
     if as_json:
-        print(json.dumps([attrs.asdict(one) for one in found], indent=2))
+        print(json.dumps([attrs.asdict(listed) for listed in found], indent=2))
     else:
         print_models(make_wide_console(Console()), found)
     return 0
@@ -128,7 +128,9 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         path=str(model.path),
         family=checkpoint.family.model_type,
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
-        bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
+        bytes=sum(
+            file.stat().st_size for file in {file for tensor in checkpoint.tensors.values() for file in tensor.files}
+        ),
         stored=find_main_format(checkpoint),
         bits=round(checkpoint.stored_bits, 2),
         dtype=shorten_dtype(dtype),
@@ -138,7 +140,7 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         token=sum(need.row for need in asked),
         state=sum(need.state for need in asked),
         experts=0 if options.weights.device_expert_bytes is None else count_expert_weights(config) * dtype.itemsize,
-        cpu_experts=max(one.cpu_experts.stop for one in plan.placements),
+        cpu_experts=max(placement.cpu_experts.stop for placement in plan.placements),
         devices={need.name: (need.compute_taken(fit), need.available) for need in asked},
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
@@ -153,7 +155,7 @@ def can_host_experts(options: Options, config: ModelConfig) -> bool:
     devices = choose_devices(options.placement)
     return (
         config.experts is not None
-        and [one.type for one in devices] == ["cuda"]
+        and [device.type for device in devices] == ["cuda"]
         and not options.placement.locations[0].is_remote
     )
 
@@ -213,20 +215,20 @@ def shorten_dtype(dtype: torch.dtype) -> str:
 def print_models(console: Console, found: list[ListedModel]) -> None:
     names = ("model", "family", "size", "stored", "served in", "fits", "context", "memory")
     table = Table(*names, box=None, pad_edge=False)
-    for one in found:
-        if one.why:
+    for model in found:
+        if model.why:
             continue
         memory = "\n".join(
-            f"{format_bytes(taken)} of {format_bytes(there)}, {name}" for name, (taken, there) in one.devices.items()
+            f"{format_bytes(taken)} of {format_bytes(there)}, {name}" for name, (taken, there) in model.devices.items()
         )
         table.add_row(
-            escape(one.name),
-            one.family,
-            f"{format_parameters(one.parameters)}, {format_bytes(one.bytes)}",
-            f"{one.stored},\n{one.bits:.1f} bits",
-            one.dtype if one.kv_dtype == one.dtype else f"{one.dtype},\nrows {one.kv_dtype}",
-            format_verdict(one),
-            format_price(one),
+            escape(model.name),
+            model.family,
+            f"{format_parameters(model.parameters)}, {format_bytes(model.bytes)}",
+            f"{model.stored},\n{model.bits:.1f} bits",
+            model.dtype if model.kv_dtype == model.dtype else f"{model.dtype},\nrows {model.kv_dtype}",
+            format_verdict(model),
+            format_price(model),
             memory,
         )
     console.print(table)
@@ -249,19 +251,20 @@ def format_price(model: ListedModel) -> str:
 
 
 def list_notes(found: list[ListedModel]) -> Iterator[str]:
-    for one in found:
-        if one.why:
-            yield f"{one.name}: not served: {one.why}"
-        elif not one.fits:
-            more = " or ".join(one.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
-            yield f"{one.name}: does not fit; this would help: {more}"
-        elif one.experts:
-            experts = format_bytes(one.experts)
-            yield f"{one.name}: its experts ({experts}) stay in host memory, and the most used ones also on the device"
-        elif one.cpu_experts:
-            yield f"{one.name}: the experts of its first {one.cpu_experts} layers stay in host memory, for the CPU"
-        elif one.advice:
-            yield f"{one.name}: for a longer context: {' or '.join(one.advice)}"
+    for model in found:
+        if model.why:
+            yield f"{model.name}: not served: {model.why}"
+        elif not model.fits:
+            more = " or ".join(model.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
+            yield f"{model.name}: does not fit; this would help: {more}"
+        elif model.experts:
+            experts = format_bytes(model.experts)
+            where = "in host memory, and the most used ones also on the device"
+            yield f"{model.name}: its experts ({experts}) stay {where}"
+        elif model.cpu_experts:
+            yield f"{model.name}: the experts of its first {model.cpu_experts} layers stay in host memory, for the CPU"
+        elif model.advice:
+            yield f"{model.name}: for a longer context: {' or '.join(model.advice)}"
     where = f"{format_path(find_own_folder())} and {format_path(find_hub_folder(os.environ))}"
     yield f"Searched {where}. To serve a model: rekindle serve NAME"
 

@@ -137,9 +137,9 @@ def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Finish
     scopes: list[Scope | None] = [None, *wanted]
 
     def run(scope: Scope | None, step: Callable[[], None]) -> FinishedRun:
-        one = Simulation(setup, logs.sessions, scope, step)
-        one.run()
-        return one.build_result()
+        simulation = Simulation(setup, logs.sessions, scope, step)
+        simulation.run()
+        return simulation.build_result()
 
     requests = sum(session.count for session in logs.sessions)
     every = (request for session in logs.sessions for agent in session.agents for request in agent.requests)
@@ -170,5 +170,5 @@ def build_json(server: SimulatedServerOptions, logs: Logs, setup: Setup, runs: S
             "restart_every": setup.restart_every,
             "interleave": setup.interleave,
         },
-        "scopes": [attrs.asdict(one.figures) for one in runs],
+        "scopes": [attrs.asdict(run.figures) for run in runs],
     }

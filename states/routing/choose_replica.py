@@ -199,7 +199,9 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) ->
     ranks = rank_replicas(fleet, placing)
     candidates = [found for group in groups for found in rank_group(fleet, query, group, ranks, placing)]
     best = min(candidates, key=candidate_order, default=None)
-    stay = next((one for one in candidates if at_home is not None and one.number == at_home.number), None)
+    stay = next(
+        (candidate for candidate in candidates if at_home is not None and candidate.number == at_home.number), None
+    )
     if best is None:
         # All that are left after those to be avoided are at the limit.
         return choose_replica(evolve(fleet, policy=evolve(fleet.policy, extra_requests=1 << 30)), query, home)
@@ -301,8 +303,8 @@ def candidate_order(candidate: Candidate) -> tuple[int, int, int]:
 def find_least_busy(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate with the fewest open requests among those that are nearly as cheap as the best one."""
     return min(
-        (one for one in candidates if not is_much_cheaper(best, one, NEAR_SHARE, NEAR_NS)),
-        key=lambda one: (one.requests, candidate_order(one)),
+        (candidate for candidate in candidates if not is_much_cheaper(best, candidate, NEAR_SHARE, NEAR_NS)),
+        key=lambda candidate: (candidate.requests, candidate_order(candidate)),
     )
 
 

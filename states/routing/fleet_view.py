@@ -79,7 +79,9 @@ class FleetView:
         """Add a replica, or return the one that has this name."""
         if name in self.replicas:
             return self.replicas[name]
-        number = next((at for at, one in enumerate(self.by_number) if one is None), len(self.by_number))
+        number = next(
+            (at for at, known_replica in enumerate(self.by_number) if known_replica is None), len(self.by_number)
+        )
         replica = KnownReplica(name, number)
         self.by_number[number : number + 1] = [replica]
         self.replicas[name] = replica
@@ -127,7 +129,7 @@ class FleetView:
         A replica without known rates gets the prices of the first one that has some.
         """
         unknown = make_prices(Rates())
-        known = next((one.prices for one in self.replicas.values() if one.prices is not unknown), unknown)
+        known = next((replica.prices for replica in self.replicas.values() if replica.prices is not unknown), unknown)
         groups: list[tuple[RoutePrices, int]] = []
         for replica in self.replicas.values():
             prices = known if replica.prices is unknown else replica.prices

@@ -69,7 +69,9 @@ def find_quickest_reader(fleet: Fleet, query: RouteQuery, target: KnownReplica) 
             if replica is not None and replica.name not in query.avoid and is_idle(fleet, number):
                 readers.append(Reader(replica, replica.prices.estimate_ready_time(ends, query.tokens)))
     count = len(view.by_number)
-    return min(readers, key=lambda one: (one.prompt_ns, (one.replica.number - query.number) % count), default=None)
+    return min(
+        readers, key=lambda reader: (reader.prompt_ns, (reader.replica.number - query.number) % count), default=None
+    )
 
 
 def is_idle(fleet: Fleet, number: int) -> bool:

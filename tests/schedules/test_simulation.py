@@ -33,11 +33,11 @@ from states.policy import Decision
 from states.rates import Rates
 from states.request_states import (
     Draining,
-    Held,
     Prompt,
     Recovering,
     RequestRemainder,
     Restoring,
+    StateWithSlot,
     Waiting,
     Yielding,
     get_remainder,
@@ -409,7 +409,7 @@ def generous(state: Draining, event: Decoded, known: DecisionContext) -> Any:
 def early(slot: Any, requests: Any, _: Settings) -> Any:
     """Offers the rows of a busy slot before they are acknowledged."""
     state = requests.get(slot.holder)
-    if not isinstance(state, Held):
+    if not isinstance(state, StateWithSlot):
         return ResidentRows(slot.packed_tokens, len(slot.tokens))
     prompt = get_remainder(state).prompt
     return ResidentRows(prompt.packed_tokens, len(prompt.tokens))

@@ -32,10 +32,10 @@ from states.rates import Rates
 from states.request_states import (
     Done,
     Draining,
-    Held,
     New,
     Parking,
     Snapshotting,
+    StateWithSlot,
     UnloadingScorer,
     Waiting,
     get_remainder,
@@ -218,7 +218,7 @@ def list_events(node: Node) -> Iterator[tuple[Any, Effect | None]]:
                     ):
                         yield Admitted(SlotId(0), SlotId(source), keep, state, device_checkpoint), None
     yield Cancelled("client_gone"), None
-    if isinstance(node.state, Held) and node.losses < LOSING.get(settings, 0):
+    if isinstance(node.state, StateWithSlot) and node.losses < LOSING.get(settings, 0):
         yield from ((SlotEmptied(), None),) if get_remainder(node.state).prompt.job == JOB else ()
     for effect in node.flying:
         if isinstance(effect, CompressPrompt) and freezes_messages(get_remainder(node.state).prompt.job):
@@ -332,7 +332,7 @@ def apply_effect(node: Node, effect: Effect) -> tuple[Node, str | None]:
 
 def misplaced(node: Node, effect: Effect) -> str | None:
     """Return the fault in the rows that an effect names, if any."""
-    slot_lease = get_remainder(node.state).slot_lease if isinstance(node.state, Held) else None
+    slot_lease = get_remainder(node.state).slot_lease if isinstance(node.state, StateWithSlot) else None
     match effect:
         case OpenSlot(keep=keep, state=state, device_checkpoint=device_checkpoint) if not state <= keep or (
             device_checkpoint is not None and not state
@@ -351,7 +351,7 @@ def at_rest(node: Node) -> Iterator[str]:
     """Yield the faults of a node between two events."""
     if node.lease:
         yield "forgets a lease"
-    if node.lost and isinstance(node.state, Held) and get_remainder(node.state).slot_lease.valid_rows:
+    if node.lost and isinstance(node.state, StateWithSlot) and get_remainder(node.state).slot_lease.valid_rows:
         yield "trusts a slot that was lost"
     if (
         isinstance(node.state, Done)

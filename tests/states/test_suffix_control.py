@@ -15,7 +15,7 @@ from states import copy_records, launch_choice, speculation_control
 from states import suffix_control as control
 from states.copy_branches import estimate_copy_prices
 from states.events import EffectOutcome, ForLaunch
-from states.lane import can_join
+from states.lane import can_join, get_decode_effects
 from states.rates import ClassGains, Rates, TimedStep
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
@@ -113,7 +113,7 @@ def test_a_draft_whose_trial_is_due_in_four_steps_is_tried_then_though_text_may_
     assert not any(plan.proposals)
     assert bool(plan.copying) == (groups == (0,))
     assert plan.steps == 4
-    assert launch_choice.choose_step_counts(launch_choice.get_decode_effects([step]), plan, settings) == [4]
+    assert launch_choice.choose_step_counts(get_decode_effects([step]), plan, settings) == [4]
 
 
 def test_a_launch_that_could_never_gain_is_not_ended_to_look_again() -> None:

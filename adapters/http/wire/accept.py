@@ -6,9 +6,9 @@ acceptor differs in these points:
 * It leaves some descriptors for the files that the rest of the process opens.
 * It takes up to `BATCH` connections at a time, so a client behind thousands of others waits for few turns of the loop.
   A connection whose client has hung up costs two system calls.
-* A newcomer that finds no room takes the place of the connection that `DebtLedger.find_oldest` names: one that owes the
-  server something. The newcomer is refused only where every connection is being answered.
-* Where there is no descriptor at all, newcomers stay in the kernel's queue for a moment.
+* A new connection that finds no room takes the place of the one that `ConnectionWaits.find_oldest` names: one whose
+  client has to act next. The new one is refused only where every connection is being answered.
+* Where there is no descriptor at all, new connections stay in the kernel's queue for a moment.
 * The log has one line a minute about a lack of room.
 """
 
@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 
 from attrs import define, field
 
+from adapters.http.wire.client_waits import ConnectionWaits
 from adapters.http.wire.connection import LimitedProtocol
-from adapters.http.wire.connection_debts import DebtLedger
 from adapters.http.wire.plain_error import encode_error
 
 log = logging.getLogger("rekindle.http")
@@ -35,7 +35,7 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LEAST_SPARE = 4
 MOST_SPARE = 64
 BATCH = 32  # connections accepted together: each takes some 0.1 ms, its request 0.5 ms or more
-LEAST_AGE_S = 0.05  # a connection is not closed before its client could act: 80,000 newcomers a second in 4,000 places
+LEAST_AGE_S = 0.05  # a connection is not closed before its client could act: 80,000 new ones a second in 4,000 places
 # The pause where no descriptor is free, or every connection is too young to be closed. No event tells when that ends:
 # other parts of this process, and other processes, open and close files as well, and the listener stays readable.
 PAUSE_S = 0.02
@@ -51,12 +51,12 @@ BUSY = encode_error(
 class Acceptor:
     """Accepts connections from `start` to `close`.
 
-    ledger: the connections that are open now. max_connections: how many may be open.
+    waits: the connections that are open now. max_connections: how many may be open.
     """
 
     listener: socket.socket
     make_protocol: Callable[[], LimitedProtocol]
-    ledger: DebtLedger[LimitedProtocol]
+    waits: ConnectionWaits[LimitedProtocol]
     max_connections: int
     _task: asyncio.Task[None] | None = None
     _refused: deque[socket.socket] = field(factory=deque)
@@ -117,9 +117,9 @@ class Acceptor:
             waiting.popleft().close()
         elif self._has_room(connection, len(taken)) or self._make_room():
             taken.append(waiting.popleft())
-        elif taken:  # these are not in the ledger yet, so none of them could make room
+        elif taken:  # these are not among the waits yet, so none of them could make room
             await self._connect_all(taken)
-        elif self.ledger.find_oldest() is None:
+        elif self.waits.find_oldest() is None:
             self._refuse(waiting.popleft())
         else:
             await asyncio.sleep(PAUSE_S)
@@ -143,22 +143,22 @@ class Acceptor:
             connection.close()
 
     def _has_room(self, connection: socket.socket, pending: int) -> bool:
-        """Return whether one more connection may be open. pending: accepted connections that are not in the ledger
-        yet.
+        """Return whether one more connection may be open. pending: accepted connections that are not among the
+        waits yet.
         """
-        return len(self.ledger) + pending < self.max_connections and connection.fileno() < descriptor_limit()
+        return len(self.waits) + pending < self.max_connections and connection.fileno() < descriptor_limit()
 
     def _make_room(self) -> bool:
-        """Close the connection whose debt is the oldest. Return False if there is none, or if it is too young to be
+        """Close the connection whose wait is the oldest. Return False if there is none, or if it is too young to be
         closed.
         """
         now = asyncio.get_running_loop().time()
-        while (found := self.ledger.find_oldest()) is not None:
+        while (found := self.waits.find_oldest()) is not None:
             connection, since = found
             if since > now - LEAST_AGE_S:
                 return False
-            if connection.has_paid():
-                self.ledger.renew(connection, now)
+            if connection.has_made_progress():
+                self.waits.renew(connection, now)
                 continue
             connection.evict()
             self._warn("there is no room for all connections: those that wait longest for their client are closed")

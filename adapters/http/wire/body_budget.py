@@ -8,7 +8,7 @@ client waits for its turn. Two rules keep the queue moving:
 
 The arithmetic: the budget is `BUDGETED_BODIES` bodies of the largest size, and one body may exceed it. That is 160 MiB
 at the default `--max-body` of 32 MiB. The first `FREE_BYTES` of each body are not counted, so ordinary requests never
-wait here. Those are 128 MiB if each of the 2,048 connections that may owe a body (`connection_debts.py`) has sent as
+wait here. Those are 128 MiB if each of the 2,048 connections that may be sending a body (`client_waits.py`) has sent as
 much. A connection that is not read has at most 0.4 MiB in asyncio and h11, and at most `MAX_WAITING` of them wait: 100
 MiB.
 """

@@ -2,7 +2,7 @@
 
 uvicorn waits for ever for a request's head, and for the rest of a body that no handler reads. This protocol differs:
 * A head must be complete within `header_timeout_s`, the first one and every later one.
-* A ledger knows what a connection owes the server (`connection_debts.py`), so one that owes something can make room.
+* A connection whose client has to act next can make room for another one (`client_waits.py`).
 * The rest of a body that still arrives after its answer is thrown away, up to `DRAIN_BYTES` and for `drain_s` seconds.
   Then the connection ends. If it were closed at once, with bytes unread, it would be reset. A client that is still
   sending might then never see the answer.
@@ -26,8 +26,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from adapters.http.wire import connection_debts
-from adapters.http.wire.connection_debts import INSTALMENT, Debt, DebtLedger
+from adapters.http.wire import client_waits
+from adapters.http.wire.client_waits import PROGRESS_BYTES, ClientWait, ConnectionWaits
 from adapters.http.wire.http_framing import StrictReceiveBuffer
 from adapters.http.wire.paced_calls import PacedCalls
 from adapters.http.wire.plain_error import encode_error, make_bad_request
@@ -54,7 +54,7 @@ class SharedState:
     header_timeout_s: float
     drain_s: float
     stopping: anyio.Event
-    ledger: DebtLedger[LimitedProtocol]
+    waits: ConnectionWaits[LimitedProtocol]
     paced_calls: PacedCalls = field(factory=PacedCalls)
 
 
@@ -71,8 +71,8 @@ class LimitedProtocol(H11Protocol):
     is_reading_paused: bool = False  # the server reads no more for now
     announcing_cycle: object = None  # the request whose chunks are counted
     announced_bytes: int = 0
-    # Bytes of a body since its debt was renewed, or bytes of an answer that were unread then.
-    unpaid_bytes: int = 0
+    # Bytes of a body since its wait was renewed, or bytes of an answer that were unread then.
+    progress_bytes: int = 0
     raw_transport: Transport
 
     def __init__(
@@ -85,7 +85,7 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
         self.shared = shared
-        self.ledger = shared.ledger
+        self.waits = shared.waits
         inner: Any = self.app
         self.conn._receive_buffer = StrictReceiveBuffer(self._count_announced)  # noqa: SLF001 - h11 has no option for it
 
@@ -108,73 +108,73 @@ class LimitedProtocol(H11Protocol):
         self.raw_transport = transport
         super().connection_made(cast("Transport", ClosingTransport(self)))
         self._await_head()
-        self.ledger.add(self, Debt.HEAD, self.loop.time())
+        self.waits.add(self, ClientWait.HEAD, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self.ledger.remove(self)
+        self.waits.remove(self)
         super().connection_lost(exc)
 
-    # -- what the client owes
+    # -- what the server waits for
 
-    def record_debt(self) -> None:
-        """Record what the client owes now. If too many connections owe a body, the oldest of them is closed."""
-        self.ledger.record(self, self._find_debt(), self.loop.time())
-        if (oldest := self.ledger.find_excess(Debt.BODY, connection_debts.MOST_BODIES)) is not None:
+    def record_wait(self) -> None:
+        """Record what the server waits for now. If too many connections are sending bodies, the oldest is closed."""
+        self.waits.record(self, self._find_wait(), self.loop.time())
+        if (oldest := self.waits.find_excess(ClientWait.BODY, client_waits.MOST_BODIES)) is not None:
             oldest.evict()
 
-    def _find_debt(self) -> Debt | None:
+    def _find_wait(self) -> ClientWait | None:
         if self.is_half_closed or self.drained_bytes is not None or self.raw_transport.is_closing():
-            return Debt.CLOSING
+            return ClientWait.CLOSING
         if self.flow.write_paused:
-            return Debt.READING
+            return ClientWait.READING
         if self.is_idle:
-            return Debt.HEAD if self.timer_awaits_head else Debt.REQUEST
+            return ClientWait.HEAD if self.timer_awaits_head else ClientWait.REQUEST
         if self.conn.their_state is h11.SEND_BODY and not self.is_reading_paused:
-            return Debt.BODY
+            return ClientWait.BODY
         return None
 
-    def has_paid(self) -> bool:
-        """Return whether the client has read an instalment of the answer since the last call."""
+    def has_made_progress(self) -> bool:
+        """Return whether the client has read `PROGRESS_BYTES` of the answer since the last call."""
         left = self.raw_transport.get_write_buffer_size()
-        before = self.unpaid_bytes
-        if not self.flow.write_paused or left > before - INSTALMENT:
+        before = self.progress_bytes
+        if not self.flow.write_paused or left > before - PROGRESS_BYTES:
             return False
-        self.unpaid_bytes = left
+        self.progress_bytes = left
         return True
 
     def evict(self) -> None:
         """Close this connection at once, to make room for another one. A client that is sending a body gets an error
         first.
         """
-        if self._find_debt() is Debt.BODY and not self.cycle.response_started:
+        if self._find_wait() is ClientWait.BODY and not self.cycle.response_started:
             self.raw_transport.write(LATE_BODY)
-        self.ledger.remove(self)
+        self.waits.remove(self)
         self.raw_transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.unpaid_bytes = self.raw_transport.get_write_buffer_size()
-        self.record_debt()
+        self.progress_bytes = self.raw_transport.get_write_buffer_size()
+        self.record_wait()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.unpaid_bytes = 0
+        self.progress_bytes = 0
         if self.timer_awaits_reading:
             self._stop_timer()
-        self.record_debt()
+        self.record_wait()
 
     def pause_receiving(self) -> None:
         """Read no more of the connection: it is the server's turn."""
         self.is_reading_paused = True
         self.raw_transport.pause_reading()
-        self.record_debt()
+        self.record_wait()
 
     def resume_receiving(self) -> None:
         """Read the connection again."""
         self.is_reading_paused = False
         self.raw_transport.resume_reading()
-        self.record_debt()
+        self.record_wait()
 
     # -- what the client sends
 
@@ -190,13 +190,13 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._receive(data)
-        self.record_debt()
+        self.record_wait()
         if not self.flow.write_paused:
-            self.unpaid_bytes += len(data)
-            if self.unpaid_bytes >= INSTALMENT:
-                self.unpaid_bytes = 0
-                if self._find_debt() is Debt.BODY:
-                    self.ledger.renew(self, self.loop.time())
+            self.progress_bytes += len(data)
+            if self.progress_bytes >= PROGRESS_BYTES:
+                self.progress_bytes = 0
+                if self._find_wait() is ClientWait.BODY:
+                    self.waits.renew(self, self.loop.time())
 
     def _receive(self, data: bytes) -> None:
         if self.drained_bytes is not None:
@@ -242,7 +242,7 @@ class LimitedProtocol(H11Protocol):
     def _follow_client(self) -> None:
         """Go on after the end of an answer, or when the next request begins."""
         self._start_client_timer()
-        self.record_debt()
+        self.record_wait()
 
     def _start_client_timer(self) -> None:
         """Start the timer for what the client has to do next, if it has to do anything."""
@@ -280,7 +280,7 @@ class LimitedProtocol(H11Protocol):
         else:
             self.raw_transport.close()
             self._start_timer(CLOSE_S)
-        self.record_debt()
+        self.record_wait()
 
     def _drain(self) -> None:
         self.drained_bytes = self.drained_bytes or 0
@@ -297,7 +297,7 @@ class LimitedProtocol(H11Protocol):
         self.timer_awaits_reading = True
 
     def _check_reading(self) -> None:
-        if self.has_paid():
+        if self.has_made_progress():
             self._await_reading()
         else:
             self.raw_transport.abort()

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from adapters.http.wire.accept import Acceptor
 from adapters.http.wire.address import BACKLOG, MAX_HEAD_BYTES, bind_listener
+from adapters.http.wire.client_waits import ConnectionWaits
 from adapters.http.wire.connection import LimitedProtocol, SharedState
-from adapters.http.wire.connection_debts import DebtLedger
 
 MOST_CONNECTIONS = 4096  # 10 KiB each while they wait for a request, 25 KiB with one: 100 MiB
 
@@ -75,7 +75,10 @@ async def serve_app(
     limits = limits or ServerLimits()
     listener = bind_listener(host, port)
     shared = SharedState(
-        header_timeout_s=limits.header_timeout_s, drain_s=limits.drain_s, stopping=anyio.Event(), ledger=DebtLedger()
+        header_timeout_s=limits.header_timeout_s,
+        drain_s=limits.drain_s,
+        stopping=anyio.Event(),
+        waits=ConnectionWaits(),
     )
     config = uvicorn.Config(
         app,
@@ -138,7 +141,7 @@ class Server(uvicorn.Server):
         def make_protocol() -> LimitedProtocol:
             return LimitedProtocol(self.shared, self.config, self.server_state, self.lifespan.state, loop)
 
-        acceptor = Acceptor(self.listener, make_protocol, self.shared.ledger, self.max_connections)
+        acceptor = Acceptor(self.listener, make_protocol, self.shared.waits, self.max_connections)
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True

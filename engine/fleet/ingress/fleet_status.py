@@ -32,7 +32,7 @@ class FleetStatus:
 
     async def show_fleet(self, headers: RawHeaders) -> Response:
         """List the replicas with a part of what each shows at `/props`."""
-        replicas = {one.id: one for one in await self.picker.list_replicas()}
+        replicas = {replica.id: replica for replica in await self.picker.list_replicas()}
         answers = await self._ask_replicas("/props", headers)
         shown = list[dict[str, Any]]()
         for name, (status, _, body) in answers.items():
@@ -67,7 +67,7 @@ class FleetStatus:
         """Return each replica's answer to a GET. Status 0: it did not answer."""
         kept = [(name, value) for name, value in headers if name in ASK_HEADERS]
         replicas = await self.picker.list_replicas()
-        answers: dict[str, tuple[int, RawHeaders, bytes]] = {one.id: (0, (), b"") for one in replicas}
+        answers: dict[str, tuple[int, RawHeaders, bytes]] = {replica.id: (0, (), b"") for replica in replicas}
 
         async def ask(replica: Replica) -> None:
             try:

@@ -137,7 +137,7 @@ class HeldAnswer:
             return
         self.has_begun = True
         self.answer_id = self._id
-        headers = [one for one in self._headers if self.names_itself or one[0] != ID_HEADER]
+        headers = [header for header in self._headers if self.names_itself or header[0] != ID_HEADER]
         await self.send({"type": "http.response.start", "status": self._status, "headers": headers})
 
     def _rename(self, body: bytes) -> bytes:

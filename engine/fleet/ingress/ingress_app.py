@@ -169,7 +169,7 @@ class IngressApp:
         return evolve(asked, route=found.route, read_later=found.read_later)
 
     async def _find_pinned(self, name: str) -> Replica:
-        found = next((one for one in await self.picker.list_replicas() if one.id == name), None)
+        found = next((replica for replica in await self.picker.list_replicas() if replica.id == name), None)
         if found is None:
             raise ApiError(404, f"There is no replica {name[:80]!r} (any more).", code="unknown_replica")
         return found
@@ -220,7 +220,7 @@ class IngressApp:
 
     async def _is_last(self, asked_replicas: frozenset[str]) -> bool:
         """Return whether all replicas have been asked."""
-        return {one.id for one in await self.picker.list_replicas()} <= asked_replicas
+        return {replica.id for replica in await self.picker.list_replicas()} <= asked_replicas
 
     async def _give_up(self, answer: HeldAnswer, scope: Scope, error: ApiError) -> None:
         """End the answer with an error in the format of its API."""

@@ -45,4 +45,4 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
             elif sample := SAMPLE.fullmatch(line):
                 labels = f'{REPLICA}="{replica}"' + (f",{sample[2]}" if sample[2] else "")
                 family.samples.append(f"{sample[1]}{{{labels}}} {sample[3]}")
-    return "".join(f"{line}\n" for one in families.values() for line in (*one.comments.values(), *one.samples))
+    return "".join(f"{line}\n" for family in families.values() for line in (*family.comments.values(), *family.samples))

@@ -100,7 +100,7 @@ class RemotePrefills:
         """Return the facts of a reader. They are unknown until it was chosen or listed once."""
         if (known := self.picker.find(name)) is not None:
             return known
-        return next((one for one in await self.picker.list_replicas() if one.id == name), None)
+        return next((replica for replica in await self.picker.list_replicas() if replica.id == name), None)
 
 
 def count_published_tokens(body: bytes) -> int:

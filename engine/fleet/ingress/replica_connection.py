@@ -233,7 +233,7 @@ class ConnectionPool:
     def _forget_lost(self) -> None:
         """Forget the connections that have ended meanwhile. Those of a replica that is gone are never asked for."""
         for address in list(self.idle):
-            kept = [one for one in self.idle[address] if not one.is_lost]
+            kept = [connection for connection in self.idle[address] if not connection.is_lost]
             if kept:
                 self.idle[address] = kept
             else:

@@ -136,7 +136,7 @@ class ReplicaPicker:
                 listed = ()
             except TimeoutError:
                 log.warning("not all replicas have answered within %g s", LIST_TIMEOUT_S)
-            self._listed = (time.monotonic(), tuple(sorted(listed, key=lambda one: one.id)))
+            self._listed = (time.monotonic(), tuple(sorted(listed, key=lambda replica: replica.id)))
         return self._listed[1]
 
     def _remember(self, replica: str, metadata: Mapping[str, Any]) -> Replica:

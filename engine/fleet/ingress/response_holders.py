@@ -43,7 +43,7 @@ class ResponseHolders:
             return None
         replicas = await self.picker.list_replicas()
         holder = self._holders.get(name)
-        if (known := next((one for one in replicas if one.id == holder), None)) is not None:
+        if (known := next((replica for replica in replicas if replica.id == holder), None)) is not None:
             return known
         return await self._ask_replicas(name, asked.headers, replicas)
 

@@ -160,9 +160,9 @@ def build_rates_key(*facts: object) -> str:
 
 def do_rates_agree(before: Rates, now: Rates) -> bool:
     """Return whether a few rates, measured again, are about as they were before."""
-    steps = {one[:3]: one.ns for one in before.decode}
+    steps = {step_time[:3]: step_time.ns for step_time in before.decode}
     near = are_similar(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
-    return near and all(are_similar(one.ns, steps.get(one[:3], 0), BUSY) for one in now.decode)
+    return near and all(are_similar(step_time.ns, steps.get(step_time[:3], 0), BUSY) for step_time in now.decode)
 
 
 def take_quicker_steps(before: Rates, now: Rates) -> Rates:
@@ -198,7 +198,7 @@ def from_json(text: str) -> Rates:
             lists = [prefill, *decode, *copied, *branched]
         case _:
             raise ValueError("not what this version keeps of times")
-    if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
+    if not all(isinstance(row, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in row) for row in lists):
         raise ValueError("a time that cannot be")
     steps, copies, branches = map(read_times, (decode, copied, branched))
     return Rates(prefill=tuple(prefill), decode=steps, copy_times=copies, branch_times=branches)
@@ -228,7 +228,7 @@ def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape, bra
     branches = {width: count_branch_tokens(width, branch) for width in shape.copied}
     widths = {0: 0} | {width: count for width, count in branches.items() if count or not branch}
     times = measure_decode(copying, shard, shape.context, list(widths), branches=widths) if len(widths) > 1 else ()
-    return tuple(one for one in times if one.rows)
+    return tuple(step_time for step_time in times if step_time.rows)
 
 
 def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
@@ -345,6 +345,6 @@ def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: i
     is spent. A prompt's first step may have no time (`last_row.has_own_time`).
     """
     *before, last = rounds
-    known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last
+    known = {width: min(times.get(width, ns) for times in before) for width, ns in last.items()} if before else last
     falls = any(ns + ns // STEADY < known[width] for width, ns in last.items())
     return spent_ns > BUDGET_NS or (sum(map(bool, rounds)) >= wanted and not falls)

@@ -84,8 +84,8 @@ class RestoreTimes:
         factors = value["prefill_slowdown"], value["load_slowdown"]
         if not all(type(number) is int for number in (*times, *factors)):
             raise ValueError("a time that is no whole number")
-        possible = all(0 <= one <= MOST_NS for one in times) and (value["from_files"] or not value["single"])
-        if not possible or not all(one == 0 or ALONE <= one <= SLOWEST for one in factors):
+        possible = all(0 <= ns <= MOST_NS for ns in times) and (value["from_files"] or not value["single"])
+        if not possible or not all(factor == 0 or ALONE <= factor <= SLOWEST for factor in factors):
             raise ValueError("a time that cannot be")
         return cls(**value)
 
@@ -167,9 +167,11 @@ def load_or_measure_times(
         host = rehearsal.measure_alone(rehearsal.create_copies())
         loads = dict[Fixed, list[Load]]()
         if disk is not None:
-            loads |= {one: stack.enter_context(rehearsal.write_samples(disk, one)) for one in choose_codecs(disk, own)}
+            loads |= {
+                codec: stack.enter_context(rehearsal.write_samples(disk, codec)) for codec in choose_codecs(disk, own)
+            }
         passes = [{codec: rehearsal.measure_alone(some) for codec, some in loads.items()} for _ in range(PASSES)]
-        times = {codec: min(one[codec] for one in passes) for codec in loads}
+        times = {codec: min(seconds_by_codec[codec] for seconds_by_codec in passes) for codec in loads}
         ratio = compute_ratio(times.get("store", 0), times.get("zstd", 0))
         codec: Fixed = "store" if disk is None else disk.codec_choice.get_written_codec(choose_codec(ratio))
         found = RestoreTimes(host, now or times.get(codec, 0), single=single, zstd=ratio)

@@ -68,8 +68,8 @@ def build_layer(checkpoint: Checkpoint, kernels: ExpertKernels, dtype: torch.dty
     )
     router = draw_matrix(shape.count, config.hidden_size, None, dtype)
     assert isinstance(router, Tensor)
-    each = kernels.stack_experts((pack() for _ in range(shape.count)), shape.count)
-    return Experts(shape, kernels.pack(router), each, None)
+    stacked_experts = kernels.stack_experts((pack() for _ in range(shape.count)), shape.count)
+    return Experts(shape, kernels.pack(router), stacked_experts, None)
 
 
 def draw_matrix(rows: int, columns: int, layout: StepLayout | None, dtype: torch.dtype) -> Tensor | PackedMatrix:

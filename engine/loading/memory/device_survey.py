@@ -87,8 +87,8 @@ def choose_devices(placement: PlacementOptions) -> tuple[torch.device, ...]:
     if not placement.target_devices:
         return (choose_device(placement.device, "--device"),)
     return tuple(
-        torch.device("cpu") if one.is_remote else choose_device(one.device, "--target-devices")
-        for one in placement.locations
+        torch.device("cpu") if location.is_remote else choose_device(location.device, "--target-devices")
+        for location in placement.locations
     )
 
 
@@ -127,7 +127,7 @@ def plan_placement(
         ranges = layer_ranges(config.num_layers, weights)
     except ValueError as error:
         raise UserError(f"--target-devices {placement.target_devices[:80]}: {error}") from error
-    return tuple(Placement(*one) for one in zip(ranges, devices, peers, strict=True))
+    return tuple(Placement(*placed) for placed in zip(ranges, devices, peers, strict=True))
 
 
 def read_boot_id() -> str:
@@ -169,7 +169,7 @@ def measure_host_slots(
 
     rows: the types of cached rows. draft: its rows are in host memory as well.
     """
-    here = [one.layers for one in plan if one.is_on_host]
+    here = [placement.layers for placement in plan if placement.is_on_host]
     token = sum(config.kv_bytes_per_token(rows, layers) for layers in here)
     if draft is not None:
         token += draft.kv_bytes_per_token(dtype)
@@ -203,7 +203,7 @@ def choose_chunk(runtime: RuntimeOptions, plan: Sequence[Placement], config: Mod
     """Return the rows of a prefill chunk. config: None: of a model with neither experts nor wide heads."""
     if runtime.chunk:
         return runtime.chunk
-    if any(one.cpu_experts or one.compute_device.type != "cuda" for one in plan):
+    if any(placement.cpu_experts or placement.compute_device.type != "cuda" for placement in plan):
         return CPU_CHUNK
     if config is None:
         return GRAPH_CHUNK
@@ -222,11 +222,11 @@ def choose_state_checkpoints(
     """
     if asked is not None:
         return asked
-    if any(one.peer is not None or one.compute_device.type != "cuda" for one in plan):
+    if any(placement.peer is not None or placement.compute_device.type != "cuda" for placement in plan):
         return FEWEST_CHECKPOINTS
     found = MOST_CHECKPOINTS
-    for device in {one.compute_device for one in plan}:
-        here = [one.layers for one in plan if one.compute_device == device]
+    for device in {placement.compute_device for placement in plan}:
+        here = [placement.layers for placement in plan if placement.compute_device == device]
         if size := sum(config.state_bytes(dtype, device.type, layers)[1] for layers in here):
             total = torch.cuda.get_device_properties(device).total_memory
             found = min(found, total // CHECKPOINT_SHARE // size)

@@ -30,7 +30,7 @@ def count_expert_weights(config: ModelConfig, layers: range | None = None) -> in
 def count_brought_experts(config: ModelConfig, plan: Sequence[Placement]) -> int:
     """Return how many weights the experts have that are brought to the device if host memory keeps experts."""
     return count_expert_weights(config) - sum(
-        count_expert_weights(config, one.cpu_experts) for one in plan if one.cpu_experts
+        count_expert_weights(config, placement.cpu_experts) for placement in plan if placement.cpu_experts
     )
 
 
@@ -58,13 +58,14 @@ def choose_expert_bytes(
         raise UserError(
             f"{asked}: its experts take {format_bytes(whole)}, more than three quarters of this machine's memory"
         )
-    one = 3 * config.experts.inner * config.hidden_size * dtype.itemsize
+    expert_bytes = 3 * config.experts.inner * config.hidden_size * dtype.itemsize
     given = weights.device_expert_bytes or left // 2
-    if given < one:
+    if given < expert_bytes:
         raise UserError(
-            f"{asked}: one expert takes {format_bytes(one)}, but {format_bytes(max(0, given))} would be free for them"
+            f"{asked}: one expert takes {format_bytes(expert_bytes)}, "
+            f"but {format_bytes(max(0, given))} would be free for them"
         )
-    return min(given, whole + RING * one)
+    return min(given, whole + RING * expert_bytes)
 
 
 def assign_first_experts(host_experts: HostExperts | None) -> None:
@@ -89,7 +90,11 @@ def resolve_cpu_experts(options: Options, shard: Pipeline) -> Options:
 
 def describe_expert_placement(host_experts: HostExperts | None, shard: Pipeline) -> str:
     """Return what the start line says about experts in host memory: brought from there, or computed there."""
-    layers = [f"{one.start}..{one.stop - 1}" for one in (part.spec.cpu_experts for part in shard.parts) if one]
+    layers = [
+        f"{layer_range.start}..{layer_range.stop - 1}"
+        for layer_range in (part.spec.cpu_experts for part in shard.parts)
+        if layer_range
+    ]
     line = f"  cpu-experts=layers {', '.join(layers)}" if layers else ""
     if host_experts is None:
         return line

@@ -99,8 +99,8 @@ def fit_slots(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: 
         for count in ((slots,) if slots else (*more, *SLOT_COUNTS))
         if (longest := next((length for length in list_lengths(context, limit) if has_room(needs, count, length)), 0))
     ]
-    enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
-    best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
+    enough = [fit for fit in tried if fit.context >= min(limit, LONG_CONTEXT)]
+    best = enough[:1] or sorted(tried, key=lambda fit: -fit.context)[:1]
     return best[0] if best else Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
 
 
@@ -116,9 +116,9 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
         for count in ((slots,) if slots else POOLED_SLOT_COUNTS)
     ]
     if not slots:
-        tried = [one for one in tried if one.slots <= POOLED_SLOTS or fills_slots(needs, one)]
-    enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
-    best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
+        tried = [fit for fit in tried if fit.slots <= POOLED_SLOTS or fills_slots(needs, fit)]
+    enough = [fit for fit in tried if fit.context >= min(limit, LONG_CONTEXT)]
+    best = enough[:1] or sorted(tried, key=lambda fit: -fit.context)[:1]
     if best and best[0].context:
         whole = Fit(best[0].slots, context or limit)
         return whole if not memory and has_room(needs, whole.slots, whole.context) else best[0]
@@ -156,7 +156,7 @@ def count_pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: i
         for need, page in zip(needs, page_bytes, strict=True)
     ]
     # A host that has only weights has no rows.
-    paged = [one // page for one, page in zip(left, page_bytes, strict=True) if page]
+    paged = [free_bytes // page for free_bytes, page in zip(left, page_bytes, strict=True) if page]
     most = memory // sum(page_bytes) if memory else min(paged)
     return max(0, min(most, slots * -(-context // PAGE)))
 

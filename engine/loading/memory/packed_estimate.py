@@ -75,12 +75,14 @@ def count_packed(
     numbers = taken = 0
     for weight, tensors in matrices:
         parts = packed_parts(weight, tensors, layouts)
-        each = 2 if weight.gated else 1
+        matrix_count = 2 if weight.gated else 1
         if all(map(stays, parts)):
             for part in parts:
                 if part.layout is not None:
-                    numbers += each * part.outputs * part.inputs
-                    taken += each * round(-(-part.outputs // PANEL) * PANEL * part.inputs * part.layout.bits / 8)
+                    numbers += matrix_count * part.outputs * part.inputs
+                    taken += matrix_count * round(
+                        -(-part.outputs // PANEL) * PANEL * part.inputs * part.layout.bits / 8
+                    )
     return numbers, taken
 
 
@@ -101,7 +103,7 @@ def leave_out_experts(layouts: Mapping[str, StepLayout]) -> dict[str, StepLayout
 
 def log_unpacked_weights(checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement]) -> None:
     """Say which packed formats GPUs unpack because they have no products for them, with their bytes then."""
-    if all(one.compute_device.type != "cuda" for one in plan):
+    if all(placement.compute_device.type != "cuda" for placement in plan):
         return
     shapes = {name: shape for name, shape in checkpoint.config.tensors().items() if name != EMBEDDING}
     kept = list_packed_tensors(shapes, checkpoint.layouts, dtype)
@@ -126,7 +128,7 @@ def list_packed_tensors(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype
     for name, shape in shapes.items():
         layout = layouts.get(name)
         both = [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
-        alike = {layouts.get(one) for one in both} == {layout}
+        alike = {layouts.get(pair_name) for pair_name in both} == {layout}
         if layout is not None and alike and has_packed_kernel(layout, shape[1], dtype):
             found[name] = math.ceil(math.prod(shape) * count_device_bits(layout) / 8)
     return found

@@ -54,32 +54,36 @@ def compute_percentiles(values: Sequence[float]) -> tuple[float, ...] | None:
 
 def collect_gaps(level: Level) -> list[float]:
     """Return the milliseconds between neighbouring events of each stream, for all streams."""
-    return [1e3 * (after - before) for one in level.samples for before, after in pairwise(one.times)]
+    return [1e3 * (after - before) for sample in level.samples for before, after in pairwise(sample.times)]
 
 
 def compute_figures(level: Level) -> LoadFigures:
     samples = level.samples
-    fine = [one for one in samples if one.ended and not one.error]
-    cached_counts = [one.cached for one in fine if one.cached is not None]
-    spoken = [one for one in fine if one.tokens > 1 and one.times[-1] > one.times[0]]
+    fine = [sample for sample in samples if sample.ended and not sample.error]
+    cached_counts = [sample.cached for sample in fine if sample.cached is not None]
+    spoken = [sample for sample in fine if sample.tokens > 1 and sample.times[-1] > sample.times[0]]
     # The level ends with its last answer: the time that the client needs to close down is not the server's.
-    seconds = max((one.ended or level.ended for one in samples), default=level.ended) - level.began
+    seconds = max((sample.ended or level.ended for sample in samples), default=level.ended) - level.began
     return LoadFigures(
         level=level.name,
         requests=len(samples),
         answered=len(fine),
-        errors=dict(Counter(one.error for one in samples if one.error)),
-        unfinished=sum(1 for one in samples if not one.ended),
+        errors=dict(Counter(sample.error for sample in samples if sample.error)),
+        unfinished=sum(1 for sample in samples if not sample.ended),
         unsent=level.unsent,
         seconds=seconds,
-        prompt_tokens=sum(one.prompt or 0 for one in fine),
+        prompt_tokens=sum(sample.prompt or 0 for sample in fine),
         cached_tokens=sum(cached_counts) if cached_counts else None,
-        answer_tokens=sum(one.tokens for one in samples),
-        first_token_ms=compute_percentiles([1e3 * one.first for one in samples if one.first is not None]),
+        answer_tokens=sum(sample.tokens for sample in samples),
+        first_token_ms=compute_percentiles([1e3 * sample.first for sample in samples if sample.first is not None]),
         inter_token_ms=compute_percentiles(collect_gaps(level)),
-        tokens_an_event=sum(one.tokens for one in fine) / sum(len(one.times) for one in fine) if fine else None,
-        stream_tokens_s=compute_percentiles([(one.tokens - 1) / (one.times[-1] - one.times[0]) for one in spoken]),
-        tokens_s=sum(one.tokens for one in samples) / seconds if seconds > 0 else 0.0,
+        tokens_an_event=sum(sample.tokens for sample in fine) / sum(len(sample.times) for sample in fine)
+        if fine
+        else None,
+        stream_tokens_s=compute_percentiles(
+            [(sample.tokens - 1) / (sample.times[-1] - sample.times[0]) for sample in spoken]
+        ),
+        tokens_s=sum(sample.tokens for sample in samples) / seconds if seconds > 0 else 0.0,
         requests_s=len(fine) / seconds if seconds > 0 else 0.0,
         busy=level.processor_s / seconds if seconds > 0 else 0.0,
         late_ms=1e3 * compute_percentile(sorted(level.late), 99) if level.late else None,

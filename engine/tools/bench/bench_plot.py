@@ -21,16 +21,16 @@ def draw_load(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures],
         figure = Figure(figsize=(12, 4.2))
         figure.subplots_adjust(left=LEFT, right=0.985, top=0.8, bottom=0.12, wspace=0.22)
         together, first, between = figure.subplots(1, 3)
-        names = [one.level for one in every]
-        together.bar(names, [one.tokens_s for one in every], color=COLORS[0], width=0.6, label="together")
-        streams = [one.stream_tokens_s[0] if one.stream_tokens_s else 0.0 for one in every]
+        names = [figures.level for figures in every]
+        together.bar(names, [figures.tokens_s for figures in every], color=COLORS[0], width=0.6, label="together")
+        streams = [figures.stream_tokens_s[0] if figures.stream_tokens_s else 0.0 for figures in every]
         together.plot(names, streams, "o", color=COLORS[1], label="of a stream, p50")
         together.set(title="Tokens a second")
         together.margins(y=0.25)  # room for the legend
         together.set_axisbelow(True)
         together.legend(frameon=False, loc="upper left", ncols=2)
         for at, share in enumerate(SHARES):
-            found = [(one.level, one.first_token_ms[at]) for one in every if one.first_token_ms]
+            found = [(figures.level, figures.first_token_ms[at]) for figures in every if figures.first_token_ms]
             if found:
                 first.plot(*zip(*found, strict=True), "o-", color=COLORS[at], label=f"p{share}")
         first.set(title="First token, ms")

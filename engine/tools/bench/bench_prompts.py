@@ -104,7 +104,10 @@ class Prompts:
                 requests = agent.requests[:left]
                 left -= len(requests)
                 if requests:
-                    yield (LoadPrompt(self._rename_tokens(one.prompt, ids), len(one.answer)) for one in requests)
+                    yield (
+                        LoadPrompt(self._rename_tokens(request.prompt, ids), len(request.answer))
+                        for request in requests
+                    )
 
     def _rename_tokens(self, tokens: Tokens, ids: Sequence[int]) -> Tokens:
         """Replace the tokens of a log by ordinary ones. Equal tokens stay equal, so prompts share what they shared."""

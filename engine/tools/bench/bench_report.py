@@ -43,17 +43,17 @@ def list_percentile_rows(title: str, name: str, unit: str) -> tuple[tuple[str, C
 
 
 ROWS: tuple[tuple[str, Callable[[LoadFigures], str]], ...] = (
-    ("answered", lambda one: f"{one.answered} of {one.requests}"),
+    ("answered", lambda figures: f"{figures.answered} of {figures.requests}"),
     *list_percentile_rows("first token", "first_token_ms", " ms"),
     *list_percentile_rows("inter-token", "inter_token_ms", " ms"),
-    ("tokens an event", lambda one: format_number(one.tokens_an_event)),
+    ("tokens an event", lambda figures: format_number(figures.tokens_an_event)),
     ("tokens/s of a stream, p50", format_percentile("stream_tokens_s", 0)),
-    ("tokens/s together", lambda one: format_number(one.tokens_s)),
-    ("requests/s", lambda one: format_number(one.requests_s)),
-    ("prompt tokens", lambda one: f"{one.prompt_tokens:,}" if one.prompt_tokens else NONE),
+    ("tokens/s together", lambda figures: format_number(figures.tokens_s)),
+    ("requests/s", lambda figures: format_number(figures.requests_s)),
+    ("prompt tokens", lambda figures: f"{figures.prompt_tokens:,}" if figures.prompt_tokens else NONE),
     ("  found in a cache", format_shared),
-    ("client's own: of a core", lambda one: format_percent(one.busy)),
-    ("  late, p99", lambda one: format_number(one.late_ms, " ms")),
+    ("client's own: of a core", lambda figures: format_percent(figures.busy)),
+    ("  late, p99", lambda figures: format_number(figures.late_ms, " ms")),
 )
 
 
@@ -63,10 +63,10 @@ def print_report(console: Console, headline: str, every: Sequence[LoadFigures], 
     console.print(headline, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
-    for one in every:
-        table.add_column(one.level, justify="right")
+    for figures in every:
+        table.add_column(figures.level, justify="right")
     for name, cell in ROWS:
-        table.add_row(name, *(cell(one) for one in every))
+        table.add_row(name, *(cell(figures) for figures in every))
     console.print(table)
     for line in (*list_troubles(every), *notes):
         console.print(line, highlight=False, markup=False)
@@ -75,12 +75,12 @@ def print_report(console: Console, headline: str, every: Sequence[LoadFigures], 
 def list_troubles(every: Sequence[LoadFigures]) -> list[str]:
     """Return notes on figures that are missing or doubtful."""
     lines = list[str]()
-    for one in every:
-        lines += [f"{one.level}: {count} failed: {error}" for error, count in one.errors.items()]
-        if one.unfinished:
-            lines.append(f"{one.level}: {one.unfinished} were unanswered when it was interrupted")
-        if one.unsent:
-            lines.append(f"{one.level}: {one.unsent} were not sent, because too many were open")
-        if one.busy > BUSY or (one.late_ms or 0) > LATE_MS:
-            lines.append(f"{one.level}: this client was busy or late, so the figures may be its own")
+    for figures in every:
+        lines += [f"{figures.level}: {count} failed: {error}" for error, count in figures.errors.items()]
+        if figures.unfinished:
+            lines.append(f"{figures.level}: {figures.unfinished} were unanswered when it was interrupted")
+        if figures.unsent:
+            lines.append(f"{figures.level}: {figures.unsent} were not sent, because too many were open")
+        if figures.busy > BUSY or (figures.late_ms or 0) > LATE_MS:
+            lines.append(f"{figures.level}: this client was busy or late, so the figures may be its own")
     return lines

@@ -57,7 +57,7 @@ def build_haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystac
     ]
     whose = draw.sample(NAMES, len(depths))
     needles = tuple(Needle(who, draw.randrange(1000, 10_000)) for who in whose)
-    for depth, needle in sorted(zip(depths, needles, strict=True), key=lambda one: -one[0]):
+    for depth, needle in sorted(zip(depths, needles, strict=True), key=lambda pair: -pair[0]):
         lines.insert(round(depth * len(lines)), needle.line)
     return Haystack(tuple(lines), needles)
 

@@ -62,7 +62,7 @@ def run_bench(load: LoadOptions) -> int:
         print_report(Console(), describe_run(client), every, list_notes(prompts, interrupted=interrupted))
     if load.output.plot is not None and every:
         draw_load(load.output.plot, levels, every, describe_run(client))
-    return INTERRUPTED if interrupted else int(any(one.errors or one.unsent for one in every))
+    return INTERRUPTED if interrupted else int(any(figures.errors or figures.unsent for figures in every))
 
 
 def check_options(load: LoadOptions) -> None:
@@ -82,7 +82,7 @@ def check_options(load: LoadOptions) -> None:
 
 async def measure_levels(client: LoadClient, prompts: Prompts, arrivals: ArrivalOptions, levels: list[Level]) -> None:
     wanted = [Level(0, rate) for rate in arrivals.rates] or [Level(streams, 0.0) for streams in arrivals.streams]
-    counts = [arrivals.requests or (AT_A_RATE if one.rate else max(LEAST, EACH * one.streams)) for one in wanted]
+    counts = [arrivals.requests or (AT_A_RATE if level.rate else max(LEAST, EACH * level.streams)) for level in wanted]
     async with client.http:
         await client.find_model()
         with count_progress("requests answered", sum(counts)) as step:
@@ -134,7 +134,7 @@ def build_json(
         "seed": prompts.seed,
         "interrupted": interrupted,
         "options": {**options, "log": [path.name for path in load.requests.log]},
-        "levels": [{**attrs.asdict(one), "hit_share": one.hit_share} for one in every],
+        "levels": [{**attrs.asdict(level_figures), "hit_share": level_figures.hit_share} for level_figures in every],
         "requests": {
             level.name: [build_request_json(level, at) for at in range(len(level.samples))] for level in levels
         },

@@ -65,12 +65,12 @@ async def measure_cells(client: LoadClient, wanted: NeedleOptions, seed: int, ce
     asked = list(list_questions(wanted))
     async with client.http:
         await client.find_model()
-        each = await measure_tokens_per_word(client)
+        tokens_per_word = await measure_tokens_per_word(client)
         with count_progress("questions asked", len(asked) * len(METHODS)) as step:
             for length, needles, depth, number in asked:
                 draw_ = Random(f"{seed} {length} {needles} {depth} {number}")  # noqa: S311 - texts
                 spread = [(at + 0.5) / needles for at in range(needles)]
-                hay = build_haystack(draw_, round(length / each), spread if depth is None else [depth])
+                hay = build_haystack(draw_, round(length / tokens_per_word), spread if depth is None else [depth])
                 share = wanted.keep
                 for method in METHODS:
                     cell = Cell(method, length, needles, depth, number)
@@ -168,10 +168,10 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
             rows = [cell for cell in rows if cell.depth == depth]
         shares = [compute_average([cell for cell in rows if cell.method == method], "found") for method in METHODS]
         where = "spread" if depth is None else depth if isinstance(depth, str) else f"{depth:g}"
-        table.add_row(str(length), str(needles), where, *("-" if one is None else f"{one:.0%}" for one in shares))
+        table.add_row(str(length), str(needles), where, *("-" if share is None else f"{share:.0%}" for share in shares))
     for what, name, form in (("text read", "kept", "{:.1%}"), ("prompt, ms", "prompt_ms", "{:,.0f}")):
         values = [compute_average([cell for cell in cells if cell.method == method], name) for method in METHODS]
-        table.add_row(what, "", "", *("-" if one is None else form.format(one) for one in values))
+        table.add_row(what, "", "", *("-" if value is None else form.format(value) for value in values))
     console.print(table)
     for why in dict.fromkeys(cell.error for cell in cells if cell.error):
         count = sum(cell.error == why for cell in cells)

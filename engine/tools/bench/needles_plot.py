@@ -32,7 +32,7 @@ def draw_needles(path: Path, cells: Sequence[Cell], methods: Sequence[str], titl
             for color, method in zip(COLORS, methods, strict=False):
                 points = mean_found_by(axis, [cell for cell in shown if cell.method == method])
                 panel.plot(
-                    [one for one, _ in points], [100 * two for _, two in points], "o-", color=color, label=method
+                    [x for x, _ in points], [100 * share for _, share in points], "o-", color=color, label=method
                 )
             panel.set(title=name, xlabel="depth" if axis == "depth" else "tokens")
             panel.set_ylim(-3, 103)

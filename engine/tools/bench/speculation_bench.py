@@ -71,9 +71,11 @@ def run_speculation_bench(wanted: SpeculationBenchOptions) -> int:
     texts = choose_requests(read_logs(wanted.log, model), wanted)
     if not texts:
         raise UserError("--log: no request there has a prompt and an answer of two tokens or more")
-    figures = [one for name in wanted.drafts for one in anyio.run(measure_draft, name, wanted, texts)]
+    figures = [
+        draft_figures for name in wanted.drafts for draft_figures in anyio.run(measure_draft, name, wanted, texts)
+    ]
     if wanted.json:
-        print(json.dumps([describe_figures(one) for one in figures], indent=2))
+        print(json.dumps([describe_figures(draft_figures) for draft_figures in figures], indent=2))
     else:
         print_figures(figures, wanted)
     return 0
@@ -192,10 +194,16 @@ def print_figures(figures: Sequence[DraftFigures], wanted: SpeculationBenchOptio
     table.add_column("draft", no_wrap=True)
     for name in ("tokens", "steps", "proposing", "proposed", "accepted", "right", "tokens a step"):
         table.add_column(name, justify="right")
-    for one in figures:
-        share = one.accepted / max(1, one.proposed)
-        counts = (one.tokens, one.steps, one.proposing, one.proposed, one.accepted)
-        table.add_row(one.draft, *map(str, counts), f"{share:.0%}", f"{one.tokens_per_step:.2f}")
+    for draft_figures in figures:
+        share = draft_figures.accepted / max(1, draft_figures.proposed)
+        counts = (
+            draft_figures.tokens,
+            draft_figures.steps,
+            draft_figures.proposing,
+            draft_figures.proposed,
+            draft_figures.accepted,
+        )
+        table.add_row(draft_figures.draft, *map(str, counts), f"{share:.0%}", f"{draft_figures.tokens_per_step:.2f}")
     console = Console()
     console.print(f"{figures[0].requests} answers, up to {wanted.width} proposals a step", highlight=False)
     console.print(table)

@@ -30,28 +30,28 @@ class Identity:
     @property
     def rows(self) -> list[SurveyedFile]:
         """The files with rows of the target, each once."""
-        return [one for one in self.files if one.entry.kind == "rows"]
+        return [file for file in self.files if file.entry.kind == "rows"]
 
     @property
     def size(self) -> int:
-        return sum(one.entry.size for one in self.files)
+        return sum(file.entry.size for file in self.files)
 
     @property
     def content(self) -> int:
-        return sum(one.content for one in self.files)
+        return sum(file.content for file in self.files)
 
     @property
     def tokens(self) -> int:
         """The tokens whose rows are kept, each once."""
-        return sum(one.entry.length for one in self.rows)
+        return sum(file.entry.length for file in self.rows)
 
     @property
     def used(self) -> int:
-        return max(one.entry.last_turn for one in self.files)
+        return max(file.entry.last_turn for file in self.files)
 
     @property
     def hits(self) -> int:
-        return sum(one.entry.hits for one in self.files)
+        return sum(file.entry.hits for file in self.files)
 
     @property
     def origin(self) -> bytes:
@@ -61,10 +61,10 @@ class Identity:
 def list_identities(found: Survey) -> list[Identity]:
     """Return the identities, the one that was used last first."""
     groups: dict[tuple[str, int], list[SurveyedFile]] = {}
-    for one in found.kept:
-        groups.setdefault((one.identity, one.block_size), []).append(one)
-    each = [Identity(name, block_size, tuple(files)) for (name, block_size), files in groups.items()]
-    return sorted(each, key=lambda identity: (-identity.used, identity.name))
+    for file in found.kept:
+        groups.setdefault((file.identity, file.block_size), []).append(file)
+    identities = [Identity(name, block_size, tuple(files)) for (name, block_size), files in groups.items()]
+    return sorted(identities, key=lambda identity: (-identity.used, identity.name))
 
 
 @contextmanager

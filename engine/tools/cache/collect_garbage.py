@@ -64,7 +64,7 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
         for name in removal.names:
             owned.remove(name)
         owned.write_file(
-            index_journal.NAME, [b"".join(index_journal.encode_snapshot(one.entry for one in removal.left))]
+            index_journal.NAME, [b"".join(index_journal.encode_snapshot(file.entry for file in removal.left))]
         )
     finally:
         owned.close()
@@ -88,7 +88,7 @@ def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: 
         names = [name for name, reason in removal.names.items() if reason == why]
         console.print(f"{len(names):,} {why}: {format_bytes(found.bytes_of(names))}", highlight=False)
     freed = found.bytes_of(list(removal.names))
-    left = sum(one.entry.size for one in removal.left)
+    left = sum(file.entry.size for file in removal.left)
     word = "freed" if done else "would be freed"
     kept = f"kept files: {len(removal.left):,}, {format_bytes(left)}"
     console.print(f"{path}: {format_bytes(freed)} {word}, {kept}", highlight=False, soft_wrap=True)
@@ -102,36 +102,40 @@ def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
     removal.add(found.temporary, "unfinished")
     removal.add(found.outdated, "of an earlier format")
     if unwanted.everything:
-        removal.add([*(one.name for one in found.kept), *found.unreadable, *found.recent_prompts], "kept")
+        removal.add([*(file.name for file in found.kept), *found.unreadable, *found.recent_prompts], "kept")
         removal.left = []
         return removal
-    each = list_identities(found)
+    identities = list_identities(found)
     if unwanted.identity:
-        chosen = choose_removal(each, unwanted.identity)
-        removal.left = [one for one in found.kept if one.identity == chosen.name]
-        mine = {recent_prompts.PREFIX + one.origin.hex() for one in each if one.name == chosen.name}
-        others = [one.name for one in found.kept if one.identity != chosen.name]
+        chosen = choose_removal(identities, unwanted.identity)
+        removal.left = [file for file in found.kept if file.identity == chosen.name]
+        mine = {
+            recent_prompts.PREFIX + identity.origin.hex() for identity in identities if identity.name == chosen.name
+        }
+        others = [file.name for file in found.kept if file.identity != chosen.name]
         removal.add([*others, *(name for name in found.recent_prompts if name not in mine)], "of other identities")
     if unwanted.budget is not None and removal.left:
-        shrink_to_budget(removal, unwanted.budget, max(removal.left, key=lambda one: one.entry.last_turn).entry.origin)
+        shrink_to_budget(
+            removal, unwanted.budget, max(removal.left, key=lambda file: file.entry.last_turn).entry.origin
+        )
     return removal
 
 
 def choose_removal(identities: Sequence[Identity], wanted: str) -> Identity:
-    matching = {one.name: one for one in identities if one.name.startswith(wanted.lower())}
+    matching = {identity.name: identity for identity in identities if identity.name.startswith(wanted.lower())}
     if len(matching) != 1:
-        known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in identities)) or "none"
+        known = ", ".join(dict.fromkeys(identity.name[:SHOWN_IDENTITY] for identity in identities)) or "none"
         what = "no identity begins" if not matching else "several identities begin"
         raise UserError(f"--identity {wanted[:40]}: {what} with that; accepted: the start of one of these: {known}")
-    (one,) = matching.values()
-    return one
+    (identity,) = matching.values()
+    return identity
 
 
 def shrink_to_budget(removal: Removal, budget: int, origin: bytes) -> None:
     """Choose what the server itself would evict for a smaller budget. origin: the identity whose files go last."""
     index = BlockIndex(budget, block_size=1, origin=origin)
-    twice = [one for one in removal.left if not index.add(one.entry)]
-    gone = {entry.handle for entry in index.make_room(0)} | {one.entry.handle for one in twice}
-    names = [one.name for one in removal.left if one.entry.handle in gone]
+    twice = [file for file in removal.left if not index.add(file.entry)]
+    gone = {entry.handle for entry in index.make_room(0)} | {file.entry.handle for file in twice}
+    names = [file.name for file in removal.left if file.entry.handle in gone]
     removal.add(names, "over the budget")
-    removal.left = [one for one in removal.left if one.entry.handle not in gone]
+    removal.left = [file for file in removal.left if file.entry.handle not in gone]

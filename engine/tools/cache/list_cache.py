@@ -37,15 +37,15 @@ def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json:
     decode = build_decoder(model) if text or model is not None else None
     with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
-    each = list_identities(found)
+    identities = list_identities(found)
     if as_json:
-        print(json.dumps({"folder": str(path), **build_json(found, each, decode)}, indent=2))
+        print(json.dumps({"folder": str(path), **build_json(found, identities, decode)}, indent=2))
         return 0
     console = make_wide_console(Console())
-    console.print(print_summary(path, found, each))
-    if each:
-        console.print(build_identity_table(each))
-    for identity in each:
+    console.print(print_summary(path, found, identities))
+    if identities:
+        console.print(build_identity_table(identities))
+    for identity in identities:
         show_sequences(console, identity, decode, None if everything else LISTED)
     return 0
 
@@ -94,16 +94,16 @@ def build_identity_table(identities: Sequence[Identity]) -> Table:
     made = build_table(
         "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last use (turn)"
     )
-    for one in identities:
-        kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
-        counts = (str(one.block_size), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
+    for identity in identities:
+        kinds = [sum(file.entry.kind == kind for file in identity.files) for kind in ("rows", "draft", "state")]
+        counts = (str(identity.block_size), *(f"{count:,}" for count in kinds), f"{identity.tokens:,}")
         made.add_row(
-            one.name[:SHOWN_IDENTITY],
+            identity.name[:SHOWN_IDENTITY],
             *counts,
-            format_bytes(one.size),
-            format_ratio(one.files),
-            str(one.hits),
-            str(one.used),
+            format_bytes(identity.size),
+            format_ratio(identity.files),
+            str(identity.hits),
+            str(identity.used),
         )
     return made
 
@@ -111,7 +111,7 @@ def build_identity_table(identities: Sequence[Identity]) -> Table:
 def format_ratio(files: Iterable[SurveyedFile]) -> str:
     """Return how much smaller the files are than their content."""
     listed = list(files)
-    return f"{sum(one.content for one in listed) / max(1, sum(one.entry.size for one in listed)):.2f}x"
+    return f"{sum(file.content for file in listed) / max(1, sum(file.entry.size for file in listed)):.2f}x"
 
 
 def show_sequences(
@@ -125,19 +125,19 @@ def show_sequences(
     if decode is not None:
         made.expand = True
         made.add_column("text there", no_wrap=True, overflow="ellipsis", ratio=1)
-    for one in every[:most]:
-        files = one.files
+    for sequence in every[:most]:
+        files = sequence.files
         cells = [
-            f"{one.stop:,}",
-            f"{one.start:,}" if one.whole else f"{one.start:,}, front gone",
+            f"{sequence.stop:,}",
+            f"{sequence.start:,}" if sequence.whole else f"{sequence.start:,}, front gone",
             f"{len(files):,}",
             format_bytes(sum(file.entry.size for file in files)),
             format_ratio(files),
-            str(one.hits),
-            str(one.used),
+            str(sequence.hits),
+            str(sequence.used),
         ]
         if decode is not None:
-            made.add_row(*cells, Line("… " * bool(one.start) + format_entry(files[0].entry.tokens, decode)))
+            made.add_row(*cells, Line("… " * bool(sequence.start) + format_entry(files[0].entry.tokens, decode)))
         else:
             made.add_row(*cells)
     console.print(made)
@@ -167,15 +167,15 @@ def build_json(found: Survey, identities: Sequence[Identity], decode: Callable[[
         "bytes": sum(found.sizes.values()),
         "identities": [
             {
-                "identity": one.name,
-                "block_size": one.block_size,
-                "files": len(one.files),
-                "runs": len(one.rows),
-                "tokens": one.tokens,
-                "bytes": one.size,
-                "content_bytes": one.content,
-                "hits": one.hits,
-                "last_used_turn": one.used,
+                "identity": identity.name,
+                "block_size": identity.block_size,
+                "files": len(identity.files),
+                "runs": len(identity.rows),
+                "tokens": identity.tokens,
+                "bytes": identity.size,
+                "content_bytes": identity.content,
+                "hits": identity.hits,
+                "last_used_turn": identity.used,
                 "sequences": [
                     {
                         "tokens": sequence.stop,
@@ -188,10 +188,10 @@ def build_json(found: Survey, identities: Sequence[Identity], decode: Callable[[
                         "last_used_turn": sequence.used,
                         **read_texts(sequence, decode),
                     }
-                    for sequence in group_sequences(one.files)
+                    for sequence in group_sequences(identity.files)
                 ],
             }
-            for one in identities
+            for identity in identities
         ],
         "damaged": found.damaged,
         "unreadable": found.unreadable,

@@ -92,7 +92,7 @@ def list_served_models(
         raise UserError(f"{base}: HTTP {answer.status_code}: the key in the environment is missing or wrong")
     found = parse_json(answer.content)
     try:
-        return [str(one["id"]) for one in found["data"]]
+        return [str(model["id"]) for model in found["data"]]
     except (LookupError, TypeError) as error:
         raise NoServer(f"it lists no models: HTTP {answer.status_code}: {describe_complaint(found)}") from error
 

@@ -28,9 +28,9 @@ def run_doctor(options: Options, *, as_json: bool) -> int:
             found.append(finding)
             if not as_json:
                 print_findings(out, finding)
-    sound = all(one.verdict != "fault" for one in found)
+    sound = all(finding.verdict != "fault" for finding in found)
     if as_json:
-        print(json.dumps({"sound": sound, "findings": [describe_finding(one) for one in found]}, indent=2))
+        print(json.dumps({"sound": sound, "findings": [describe_finding(finding) for finding in found]}, indent=2))
     return 0 if sound else 1
 
 

@@ -54,7 +54,7 @@ def examine_machine(options: Options, environment: Mapping[str, str]) -> Iterato
     yield findings.judge_environment(ours, list(flat_values(options)))
     yield findings.judge_kernel_switches({name: environment[name] for name in SWITCHES if name in environment})
     yield findings.judge_port(PORT, taken=is_port_taken(PORT), ours=does_server_answer(PORT))
-    yield findings.judge_models([one.name for one in list_local_models(environment)])
+    yield findings.judge_models([model.name for model in list_local_models(environment)])
     yield findings.judge_disk(
         measure_disk(options.cache.kv_cache_dir or find_cache_folder()), options.cache.kv_cache_budget << 20
     )

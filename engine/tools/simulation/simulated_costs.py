@@ -109,7 +109,7 @@ def read_costs(path: Path, before: Costs) -> Costs:
     """Return the costs with the figures of a file, a JSON object, in place of some. Raises UserError or OSError."""
     if path.stat().st_size > MOST_FILE:
         raise UserError(f"--costs {path}: larger than {MOST_FILE} bytes")
-    known = [one.name for one in attrs.fields(Costs)]
+    known = [field.name for field in attrs.fields(Costs)]
     accepted = f"accepted: a JSON object with any of {', '.join(known)}"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ from engine.tools.simulation.simulated_store import SimulatedStore
 from engine.tools.simulation.tally import RequestTally
 from engine.tools.simulation.virtual_clock import Clock, SerialServer
 from states.events import Event, ForEngine, ForRequest, Happened, Submitted, TimerElapsed
-from states.request_states import Held, get_remainder
+from states.request_states import StateWithSlot, get_remainder
 from states.sequences import round_down_to_block
 from states.settings import Settings
 from states.world import Output, World, advance, make_world
@@ -263,9 +263,9 @@ class Process:
         left = get_remainder(self.get_held_state(request))
         self.keeping.keep_checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
 
-    def get_held_state(self, request: RequestId) -> Held:
+    def get_held_state(self, request: RequestId) -> StateWithSlot:
         state = self.world.requests[request]
-        assert isinstance(state, Held), state
+        assert isinstance(state, StateWithSlot), state
         return state
 
     def on_decoded(self, requests: list[RequestId], steps: int, took: int) -> None:

@@ -13,30 +13,30 @@ from engine.tools.simulation.simulate_scope import Setup
 from engine.tools.simulation.tally import Figures, FinishedRun
 
 ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
-    ("hit tokens", lambda one: f"{one.hit_tokens:,}"),
-    ("  of prompt tokens", lambda one: format_percent(one.hit_share)),
-    ("  of an infinite cache", lambda one: f"{100 * one.of_infinite:.2f} %"),
-    ("not computed again", lambda one: f"{one.restored_tokens:,}"),
-    ("  awaited meanwhile", lambda one: f"{one.followed_tokens:,}"),
-    ("served once compressed", lambda one: f"{one.served_tokens:,}"),
-    ("selected prefix, mean", lambda one: f"{one.selected_mean:,.0f}"),
-    ("  last", lambda one: f"{one.selected_last:,}"),
-    ("  found whole", lambda one: f"{one.whole_hits} of {one.requests}"),
-    ("written", lambda one: format_bytes(one.written_bytes)),
-    ("  of that, checkpoints", lambda one: format_bytes(one.checkpoint_bytes)),
-    ("  of unique KV bytes", lambda one: f"{one.written_of_unique:.3f}x"),
-    ("on disk at the end", lambda one: format_bytes(one.disk_bytes)),
-    ("evicted runs", lambda one: f"{one.evictions:,}"),
-    ("dropped writes", lambda one: f"{one.dropped_writes:,}"),
-    ("first token, median", lambda one: format_duration(one.first_token_ms[0])),
-    ("  90th percentile", lambda one: format_duration(one.first_token_ms[1])),
+    ("hit tokens", lambda figures: f"{figures.hit_tokens:,}"),
+    ("  of prompt tokens", lambda figures: format_percent(figures.hit_share)),
+    ("  of an infinite cache", lambda figures: f"{100 * figures.of_infinite:.2f} %"),
+    ("not computed again", lambda figures: f"{figures.restored_tokens:,}"),
+    ("  awaited meanwhile", lambda figures: f"{figures.followed_tokens:,}"),
+    ("served once compressed", lambda figures: f"{figures.served_tokens:,}"),
+    ("selected prefix, mean", lambda figures: f"{figures.selected_mean:,.0f}"),
+    ("  last", lambda figures: f"{figures.selected_last:,}"),
+    ("  found whole", lambda figures: f"{figures.whole_hits} of {figures.requests}"),
+    ("written", lambda figures: format_bytes(figures.written_bytes)),
+    ("  of that, checkpoints", lambda figures: format_bytes(figures.checkpoint_bytes)),
+    ("  of unique KV bytes", lambda figures: f"{figures.written_of_unique:.3f}x"),
+    ("on disk at the end", lambda figures: format_bytes(figures.disk_bytes)),
+    ("evicted runs", lambda figures: f"{figures.evictions:,}"),
+    ("dropped writes", lambda figures: f"{figures.dropped_writes:,}"),
+    ("first token, median", lambda figures: format_duration(figures.first_token_ms[0])),
+    ("  90th percentile", lambda figures: format_duration(figures.first_token_ms[1])),
 )
 
 
 def print_report(console: Console, logs: Logs, setup: Setup, runs: Sequence[FinishedRun]) -> None:
     if not console.is_terminal:
         console = Console(width=max(WIDTH, 24 + 14 * len(runs)))
-    every = [one.figures for one in runs]
+    every = [run.figures for run in runs]
     total = every[0]
     console.print(
         f"{format_count(total.requests, 'request')} of {format_count(len(logs.sessions), 'session')}, "
@@ -47,12 +47,12 @@ def print_report(console: Console, logs: Logs, setup: Setup, runs: Sequence[Fini
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
-    for one in every:
-        table.add_column(one.scope, justify="right")
+    for figures in every:
+        table.add_column(figures.scope, justify="right")
     absent = {"checkpoint": not setup.settings.stateful, "compressed": setup.compression.mode == "off"}
     for name, cell in ROWS:
         if not any(away and word in name for word, away in absent.items()):
-            table.add_row(name, *(cell(one) for one in every))
+            table.add_row(name, *(cell(figures) for figures in every))
     console.print(table)
     for line in list_notes(logs, setup):
         console.print(line, style="dim", highlight=False)

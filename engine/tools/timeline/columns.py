@@ -39,15 +39,15 @@ def list_fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """
     for own in list_field_names(value):
         name = prefix + own
-        one = getattr(value, own)
+        field_value = getattr(value, own)
         if own in HIDDEN_FIELDS:
-            yield name, None if one in (None, "") else "not shown"
-        elif isinstance(one, tuple | list | Mapping):
-            yield f"{name} (how many)", len(one)
-        elif list_field_names(one) and not isinstance(one, Scope):
-            yield from list_fields(one, f"{name}.")
+            yield name, None if field_value in (None, "") else "not shown"
+        elif isinstance(field_value, tuple | list | Mapping):
+            yield f"{name} (how many)", len(field_value)
+        elif list_field_names(field_value) and not isinstance(field_value, Scope):
+            yield from list_fields(field_value, f"{name}.")
         else:
-            yield name, make_plain(one)
+            yield name, make_plain(field_value)
 
 
 def make_plain(value: Any) -> Any:
@@ -71,10 +71,10 @@ class Table:
         """Add a row. Some fields are not in every instance (an instance or None); where one is missing, the value is
         None.
         """
-        for name, one in list_fields(value):
+        for name, field_value in list_fields(value):
             column = self.columns.setdefault(name, [])
             column += [None] * (self.length - len(column))
-            column.append(one)
+            column.append(field_value)
         self.length += 1
 
     def pack(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ STRICT.register_structure_hook(Props, lambda *_: PROPS)
 JOB = Job(prompt=tuple(range(100)), max_tokens=5)
 Shut: TypeAlias = Callable[[], Awaitable[object]]  # what shutting down does to a door
 # a door of one slot and one place in its queue, which works only while the event is set
-Open: TypeAlias = Callable[[anyio.Event], AbstractAsyncContextManager[tuple[Door, Shut]]]
+OpenDoor: TypeAlias = Callable[[anyio.Event], AbstractAsyncContextManager[tuple[Door, Shut]]]
 
 
 @asynccontextmanager
@@ -81,8 +81,8 @@ async def fake(go: anyio.Event) -> AsyncIterator[tuple[Door, Shut]]:
 
 
 @pytest.fixture(params=[real, fake])
-def opened(request: pytest.FixtureRequest) -> Open:
-    found: Open = request.param
+def opened(request: pytest.FixtureRequest) -> OpenDoor:
+    found: OpenDoor = request.param
     return found
 
 
@@ -98,7 +98,7 @@ async def until(door: Door, condition: Callable[[Status], object]) -> Status:
     return status
 
 
-async def test_a_stream_begins_with_accepted_and_ends_once(opened: Open) -> None:
+async def test_a_stream_begins_with_accepted_and_ends_once(opened: OpenDoor) -> None:
     go = anyio.Event()
     go.set()
     async with opened(go) as (door, _):
@@ -113,7 +113,7 @@ async def test_a_stream_begins_with_accepted_and_ends_once(opened: Open) -> None
     assert done == sorted(done)
 
 
-async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Open) -> None:
+async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: OpenDoor) -> None:
     go = anyio.Event()
     async with opened(go) as (door, _):
         states, takes = [door.status()], [door.get_acceptance()]
@@ -172,7 +172,7 @@ async def test_a_door_is_ready_exactly_as_long_as_the_next_job_is_not_rejected()
     assert said == [("ready", False)] * 4 + [("queue_full", True)] * 2
 
 
-async def test_cancelling_ends_a_stream_once_however_often_and_late_it_is_asked(opened: Open) -> None:
+async def test_cancelling_ends_a_stream_once_however_often_and_late_it_is_asked(opened: OpenDoor) -> None:
     go = anyio.Event()
     async with opened(go) as (door, _):
         running, waiting = door.submit(JOB), door.submit(JOB)
@@ -188,7 +188,7 @@ async def test_cancelling_ends_a_stream_once_however_often_and_late_it_is_asked(
     assert set(ends[0].stages_ms) == {"Waiting"}
 
 
-async def test_a_door_that_shuts_ends_what_waits_and_takes_no_more(opened: Open) -> None:
+async def test_a_door_that_shuts_ends_what_waits_and_takes_no_more(opened: OpenDoor) -> None:
     go = anyio.Event()
     go.set()
     async with opened(go) as (door, shut):

@@ -139,7 +139,9 @@ class FleetRun:
         if self.shared is not None:
             self._counts["read_bytes"] = self.shared.read_bytes
             self._counts["written_bytes"] = self.shared.written_bytes
-        return compute_figures(self.name, self.requests, [one.lane.busy_ns for one in self.replicas], self._counts)
+        return compute_figures(
+            self.name, self.requests, [replica.lane.busy_ns for replica in self.replicas], self._counts
+        )
 
     def _send(self, copy: int, request: Request, answered: Callable[[], None]) -> None:
         path = self.chains[id(request)].build_path(copy)

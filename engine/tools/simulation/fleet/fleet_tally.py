@@ -71,25 +71,25 @@ def compute_figures(
     router: str, requests: Sequence[FleetRequest], busy: Sequence[int], counts: dict[str, int]
 ) -> FleetFigures:
     """Return the figures of a run. busy: time by replica. counts: those that are not of single requests."""
-    waits = [(one.first - one.sent) / 1e6 for one in requests]
-    found = sum(one.found for one in requests)
-    infinite = sum(one.infinite for one in requests)
-    later = sum(one.answer - 1 for one in requests)
-    decoding = sum(one.closed - one.first for one in requests)
+    waits = [(request.first - request.sent) / 1e6 for request in requests]
+    found = sum(request.found for request in requests)
+    infinite = sum(request.infinite for request in requests)
+    later = sum(request.answer - 1 for request in requests)
+    decoding = sum(request.closed - request.first for request in requests)
     return FleetFigures(
         router=router,
         replicas=len(busy),
         requests=len(requests),
-        prompt_tokens=sum(one.tokens for one in requests),
+        prompt_tokens=sum(request.tokens for request in requests),
         infinite_hit_tokens=infinite,
         hit_tokens=found,
         of_infinite=compute_share(found, infinite),
-        computed_tokens=sum(one.tokens - one.restored for one in requests),
-        mean_queue=compute_share(sum(one.met for one in requests), len(requests)),
+        computed_tokens=sum(request.tokens - request.restored for request in requests),
+        mean_queue=compute_share(sum(request.met for request in requests), len(requests)),
         busiest=compute_share(max(busy) * len(busy), sum(busy)),
         first_token_ms=(compute_quantile(waits, 0.5), compute_quantile(waits, 0.9), compute_quantile(waits, 0.99)),
         token_ms=compute_share(decoding, later) / 1e6,
-        hours=max((one.closed for one in requests), default=0) / 3.6e12,
+        hours=max((request.closed for request in requests), default=0) / 3.6e12,
         **counts,
     )
 

@@ -109,7 +109,7 @@ class LeanReplica:
         source = max(self.slots, key=lambda slot: (slot.count_pieces(path), slot in free, -slot.last_turn))
         kept = source.count_pieces(path)
         in_place = source in free and kept and kept == min(len(source.keys), path.usable)
-        slot = source if in_place else min(free, key=lambda one: one.last_turn)
+        slot = source if in_place else min(free, key=lambda slot: slot.last_turn)
         slot.taken = True
         self._hold(slot, path.keys[:kept])
         runs = self.store.find_runs(path, kept)

@@ -26,19 +26,19 @@ MIB = 1 << 20
 CONVERSATIONS = 16  # for each replica
 LONG = 2000  # requests of all runs, from which on processes of their own are worthwhile
 ROWS: tuple[tuple[str, Callable[[FleetFigures], str]], ...] = (
-    ("hit tokens, of an infinite cache", lambda one: f"{100 * one.of_infinite:.2f} %"),
-    ("computed tokens", lambda one: f"{one.computed_tokens:,}"),
-    ("longest queue", lambda one: f"{one.longest_queue}"),
-    ("  that a request met, mean", lambda one: f"{one.mean_queue:.2f}"),
-    ("busiest replica, of the mean", lambda one: f"{one.busiest:.2f}x"),
-    ("moved requests", lambda one: f"{one.moves:,}"),
-    ("read elsewhere", lambda one: f"{one.read_elsewhere:,}"),
-    ("read from the shared tier", lambda one: format_bytes(one.read_bytes)),
-    ("written to it", lambda one: format_bytes(one.written_bytes)),
-    ("first token, median", lambda one: format_duration(one.first_token_ms[0])),
-    ("  90th percentile", lambda one: format_duration(one.first_token_ms[1])),
-    ("  99th percentile", lambda one: format_duration(one.first_token_ms[2])),
-    ("later tokens, mean", lambda one: format_duration(one.token_ms)),
+    ("hit tokens, of an infinite cache", lambda figures: f"{100 * figures.of_infinite:.2f} %"),
+    ("computed tokens", lambda figures: f"{figures.computed_tokens:,}"),
+    ("longest queue", lambda figures: f"{figures.longest_queue}"),
+    ("  that a request met, mean", lambda figures: f"{figures.mean_queue:.2f}"),
+    ("busiest replica, of the mean", lambda figures: f"{figures.busiest:.2f}x"),
+    ("moved requests", lambda figures: f"{figures.moves:,}"),
+    ("read elsewhere", lambda figures: f"{figures.read_elsewhere:,}"),
+    ("read from the shared tier", lambda figures: format_bytes(figures.read_bytes)),
+    ("written to it", lambda figures: format_bytes(figures.written_bytes)),
+    ("first token, median", lambda figures: format_duration(figures.first_token_ms[0])),
+    ("  90th percentile", lambda figures: format_duration(figures.first_token_ms[1])),
+    ("  99th percentile", lambda figures: format_duration(figures.first_token_ms[2])),
+    ("later tokens, mean", lambda figures: format_duration(figures.token_ms)),
 )
 
 
@@ -76,8 +76,10 @@ def run_routers(setup: FleetSetup, logs: Logs, names: tuple[str, ...]) -> list[F
     requests = mean * setup.conversations * len(names)
 
     def run(name: str, step: Callable[[], None]) -> FinishedFleet:
-        one = FleetRun(setup, logs.sessions, chains, name, step)
-        return FinishedFleet(one.run(), tuple((request.first - request.sent) / 1e6 for request in one.requests))
+        fleet_run = FleetRun(setup, logs.sessions, chains, name, step)
+        return FinishedFleet(
+            fleet_run.run(), tuple((request.first - request.sent) / 1e6 for request in fleet_run.requests)
+        )
 
     with count_progress("simulated requests", requests) as step:
         most = count_cores() if requests >= LONG else 1
@@ -91,7 +93,7 @@ def describe_fleet(setup: FleetSetup, figures: FleetFigures) -> str:
 
 
 def print_fleet(console: Console, logs: Logs, setup: FleetSetup, runs: list[FinishedFleet]) -> None:
-    every = [one.figures for one in runs]
+    every = [run.figures for run in runs]
     if not console.is_terminal:
         console = Console(width=max(WIDTH, 36 + 18 * len(runs)))
     share = every[0].infinite_hit_tokens / every[0].prompt_tokens
@@ -101,12 +103,12 @@ def print_fleet(console: Console, logs: Logs, setup: FleetSetup, runs: list[Fini
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
-    for one in every:
-        table.add_column(one.router, justify="right")
+    for figures in every:
+        table.add_column(figures.router, justify="right")
     for name, cell in ROWS:
         needs_shared = "shared" in name or "written" in name
         if (setup.shared_budget or not needs_shared) and (setup.remote_prefill_min_tokens or name != "read elsewhere"):
-            table.add_row(name, *(cell(one) for one in every))
+            table.add_row(name, *(cell(figures) for figures in every))
     console.print(table)
     shared = f", shared tier {format_bytes(setup.shared_budget)}" if setup.shared_budget else ", no shared tier"
     slots = format_count(setup.settings.slots, "slot")
@@ -136,5 +138,5 @@ def build_json(logs: Logs, setup: FleetSetup, runs: list[FinishedFleet]) -> dict
             "shared_budget_bytes": setup.shared_budget,
             "prefill_elsewhere": setup.remote_prefill_min_tokens,
         },
-        "routers": [attrs.asdict(one.figures) for one in runs],
+        "routers": [attrs.asdict(run.figures) for run in runs],
     }

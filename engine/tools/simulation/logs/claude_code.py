@@ -94,33 +94,33 @@ class ClaudeCodeReader:
 
     def _read_agent(self, listed: Any, start_ns: int, where: str, depth: int) -> None:
         """Read one agent's requests in order of time, and its subagents. A subagent begins when its entry does."""
-        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
             raise BadLog(f'{where}: "requests" is no list of objects')
         if depth > MOST_DEPTH or self._read + len(listed) > MOST_REQUESTS:
             raise BadLog(f"{where}: more than {MOST_REQUESTS} requests, or subagents {MOST_DEPTH} deep")
         self._read += len(listed)
         timed = []
-        for number, one in enumerate(listed):
+        for number, raw in enumerate(listed):
             path = f"{where}: request {number}"
-            at_ns = read_seconds(one, "t", path)
+            at_ns = read_seconds(raw, "t", path)
             # The time counts from the subagent's own start.
             if at_ns < start_ns:
                 at_ns += start_ns
-            if "requests" in one:
-                self._read_agent(one["requests"], at_ns, path, depth + 1)
-            if "hash_ids" in one or "requests" not in one:
-                timed.append((at_ns, number, one, path))
+            if "requests" in raw:
+                self._read_agent(raw["requests"], at_ns, path, depth + 1)
+            if "hash_ids" in raw or "requests" not in raw:
+                timed.append((at_ns, number, raw, path))
         found = list[Request]()
         before = list[Earlier]()
-        for at_ns, _, one, path in sorted(timed, key=lambda entry: entry[:2]):
-            found.append(self._read_request(at_ns, one, path, before))
+        for at_ns, _, raw, path in sorted(timed, key=lambda entry: entry[:2]):
+            found.append(self._read_request(at_ns, raw, path, before))
         if found:
             self._agents.append(Agent(tuple(found)))
 
     def _read_request(self, at_ns: int, raw: Mapping[str, Any], where: str, before: list[Earlier]) -> Request:
         length = read_integer(raw, "in", where, least=1)
         ids = raw.get("hash_ids", [])
-        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        if not isinstance(ids, list) or not all(type(hash_id) is int for hash_id in ids):
             raise BadLog(f'{where}: "hash_ids" is no list of integers')
         ids = ids[: -(-length // self._block)]
         self._first = self._first or ids
@@ -146,7 +146,7 @@ class ClaudeCodeReader:
         if not self.shared_head:
             return 0
         same = next(
-            (at for at, (one, other) in enumerate(zip(ids, self._first, strict=False)) if one != other), len(ids)
+            (at for at, (own_id, other) in enumerate(zip(ids, self._first, strict=False)) if own_id != other), len(ids)
         )
         return min(self._head[1], same * self._block, length)
 
@@ -158,7 +158,7 @@ class ClaudeCodeReader:
     def _list_body(self, ids: Sequence[int], start: int, length: int) -> list[Tokens]:
         """Return the tokens that the hash ids cover, from token `start` on."""
         first, into = divmod(start, self._block)
-        pieces = [self._make_block(one) for one in ids[first:]]
+        pieces = [self._make_block(hash_id) for hash_id in ids[first:]]
         if pieces and into:
             pieces[0] = pieces[0][into:]
         over = len(ids) * self._block - length

@@ -131,9 +131,9 @@ class LogReader:
         pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
         for first in range(0, len(pieces), PIECES):
             encodings = self._tokenizer.full.encode_batch(pieces[first : first + PIECES], add_special_tokens=False)
-            for number, one in enumerate(encodings, first):
-                tokens += map(self._numbers.__getitem__, one.ids)
-                begins.extend(number * PIECE + begin for begin, _ in one.offsets)
+            for number, encoding in enumerate(encodings, first):
+                tokens += map(self._numbers.__getitem__, encoding.ids)
+                begins.extend(number * PIECE + begin for begin, _ in encoding.offsets)
             if len(tokens) > MOST_TOKENS:
                 raise BadLog(f"a text has more than {MOST_TOKENS} tokens")
         return tuple(tokens), begins

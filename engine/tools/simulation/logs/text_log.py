@@ -82,8 +82,8 @@ def parse_line(where: str, text: str) -> tuple[str, LogLine]:
         raise BadLog(f'{where}: "input" or "output" is no text; {ACCEPTED}')
     if not prompt or max(len(prompt), len(answer)) > MOST_TEXT:
         raise BadLog(f'{where}: "input" is empty, or a text has more than {MOST_TEXT} characters; {ACCEPTED}')
-    for each in (prompt, answer):
-        logged_requests.read_text(each, where)
+    for logged_text in (prompt, answer):
+        logged_requests.read_text(logged_text, where)
     session: Mapping[str, Any] = raw
     name = str(session.get("session_id", where.rpartition(":")[0]))[:200]
     return logged_requests.read_text(name, where), LogLine(round(at * 1000), prompt, answer)

@@ -1,4 +1,4 @@
-"""Connections that owe the server something make room for others: the oldest of the kind that most connections have."""
+"""Connections whose client has to act make room for others: the oldest of the wait that most connections are in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from adapters.http.wire.connection_debts import INSTALMENT, Debt, DebtLedger
+from adapters.http.wire.client_waits import PROGRESS_BYTES, ClientWait, ConnectionWaits
 from adapters.http.wire.paced_calls import PacedCalls
 from tests.campaign.crowd import MANNERS, Manner
 from tests.http.conftest import Site, chat, served
@@ -22,7 +22,7 @@ from tests.http.wire.test_lifecycle import raw_post, until
 from tests.pairs import one_in
 
 PLACES = 12
-OWES_A_BODY = head("Host: localhost", JSON, "Content-Length: 900000")
+UNFINISHED_BODY = head("Host: localhost", JSON, "Content-Length: 900000")
 CONTENT = b'{"content":"Hello"}'
 TOKENIZE = head("Host: localhost", JSON, f"Content-Length: {len(CONTENT)}", target="/tokenize") + CONTENT
 CLOSE = head("Host: localhost", "Connection: close", target="/x", method="GET")
@@ -45,44 +45,52 @@ async def opened(stack: AsyncExitStack, site: Site, count: int, sends: bytes) ->
     return streams
 
 
-# --- the ledger ---
+# --- the record of waits ---
 
-ORDERS: Sequence[tuple[str, Sequence[tuple[str, Debt | None]], str | None]] = (
+ORDERS: Sequence[tuple[str, Sequence[tuple[str, ClientWait | None]], str | None]] = (
     ("no connection is open", (), None),
     ("all are being answered", (("a", None), ("b", None)), None),
-    ("the oldest goes first", (("a", Debt.BODY), ("b", Debt.BODY)), "a"),
-    ("the kind that most have goes first", (("a", Debt.REQUEST), ("b", Debt.BODY), ("c", Debt.BODY)), "b"),
-    ("who is being answered stays", (("a", Debt.HEAD), ("b", Debt.HEAD), ("a", None)), "b"),
-    ("the same debt keeps its age", (("a", Debt.HEAD), ("b", Debt.HEAD), ("a", Debt.HEAD)), "a"),
-    ("another debt is a new one", (("a", Debt.HEAD), ("b", Debt.BODY), ("c", Debt.BODY), ("a", Debt.BODY)), "b"),
+    ("the oldest goes first", (("a", ClientWait.BODY), ("b", ClientWait.BODY)), "a"),
+    (
+        "the kind that most have goes first",
+        (("a", ClientWait.REQUEST), ("b", ClientWait.BODY), ("c", ClientWait.BODY)),
+        "b",
+    ),
+    ("who is being answered stays", (("a", ClientWait.HEAD), ("b", ClientWait.HEAD), ("a", None)), "b"),
+    ("the same wait keeps its age", (("a", ClientWait.HEAD), ("b", ClientWait.HEAD), ("a", ClientWait.HEAD)), "a"),
+    (
+        "another wait is a new one",
+        (("a", ClientWait.HEAD), ("b", ClientWait.BODY), ("c", ClientWait.BODY), ("a", ClientWait.BODY)),
+        "b",
+    ),
 )
 
 
 @pytest.mark.parametrize(("events", "first"), [row[1:] for row in ORDERS], ids=[row[0] for row in ORDERS])
-def test_who_makes_room(events: Sequence[tuple[str, Debt | None]], first: str | None) -> None:
-    ledger = DebtLedger[str]()
-    for now, (name, debt) in enumerate(events):
-        if ledger.is_open(name):
-            ledger.record(name, debt, now)
+def test_who_makes_room(events: Sequence[tuple[str, ClientWait | None]], first: str | None) -> None:
+    waits = ConnectionWaits[str]()
+    for now, (name, wait) in enumerate(events):
+        if waits.is_open(name):
+            waits.record(name, wait, now)
         else:
-            ledger.add(name, Debt.HEAD, now)
-            ledger.record(name, debt, now)
-    found = ledger.find_oldest()
+            waits.add(name, ClientWait.HEAD, now)
+            waits.record(name, wait, now)
+    found = waits.find_oldest()
     assert (None if found is None else found[0]) == first
 
 
 def test_whoever_pays_is_young_again_and_whoever_is_closed_is_gone() -> None:
-    ledger = DebtLedger[str]()
+    waits = ConnectionWaits[str]()
     for now, name in enumerate("abc"):
-        ledger.add(name, Debt.BODY, now)
-    ledger.renew("a", 3)
-    assert ledger.find_oldest() == ("b", 1)
-    ledger.remove("b")
-    ledger.remove("c")
-    assert ledger.find_oldest() == ("a", 3)
-    ledger.remove("a")
-    ledger.record("a", Debt.HEAD, 4)
-    assert (len(ledger), ledger.find_oldest()) == (0, None)
+        waits.add(name, ClientWait.BODY, now)
+    waits.renew("a", 3)
+    assert waits.find_oldest() == ("b", 1)
+    waits.remove("b")
+    waits.remove("c")
+    assert waits.find_oldest() == ("a", 3)
+    waits.remove("a")
+    waits.record("a", ClientWait.HEAD, 4)
+    assert (len(waits), waits.find_oldest()) == (0, None)
 
 
 # --- over sockets ---
@@ -112,10 +120,10 @@ async def test_however_many_connections_are_held_others_are_answered(narrow: Sit
                     assert status(await answer(other)) == 200
 
 
-async def test_of_connections_that_owe_a_body_the_oldest_go_and_are_told(narrow: Site) -> None:
+async def test_of_connections_that_send_a_body_the_oldest_are_closed_with_an_error(narrow: Site) -> None:
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
-            streams = await opened(stack, narrow, PLACES, OWES_A_BODY)
+            streams = await opened(stack, narrow, PLACES, UNFINISHED_BODY)
             for oldest in streams[:3]:
                 async with await connect(narrow) as other:
                     await other.send(head("Host: localhost", target="/health", method="GET"))
@@ -125,15 +133,17 @@ async def test_of_connections_that_owe_a_body_the_oldest_go_and_are_told(narrow:
                     assert json.loads(seen.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
                     assert await ended(oldest)
                 await until(lambda: len(narrow.serving.connections) < PLACES)
-                await opened(stack, narrow, 1, OWES_A_BODY)
+                await opened(stack, narrow, 1, UNFINISHED_BODY)
             assert len(narrow.serving.connections) == PLACES
 
 
-async def test_only_so_many_bodies_are_owed_at_a_time(narrow: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.http.wire.connection_debts.MOST_BODIES", 3)
+async def test_only_so_many_connections_may_send_a_body_at_a_time(
+    narrow: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.http.wire.client_waits.MOST_BODIES", 3)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
-            streams = await opened(stack, narrow, 5, OWES_A_BODY)
+            streams = await opened(stack, narrow, 5, UNFINISHED_BODY)
             assert [status(await answer(stream)) for stream in streams[:2]] == [408, 408]
             await until(lambda: len(narrow.serving.connections) == 3)
 
@@ -143,22 +153,22 @@ async def test_an_idle_connection_is_not_closed_for_those_that_hold_bodies(narro
         with anyio.fail_after(60):
             await kept.send(head("Host: localhost", target="/health", method="GET"))
             assert status(await answer(kept)) == 200
-            await opened(stack, narrow, 3 * PLACES, OWES_A_BODY)
+            await opened(stack, narrow, 3 * PLACES, UNFINISHED_BODY)
             await kept.send(head("Host: localhost", target="/health", method="GET"))
             assert status(await answer(kept)) == 200
 
 
 async def test_an_upload_that_goes_on_is_not_closed_for_those_that_stand_still(narrow: Site) -> None:
     parts = 2 * PLACES
-    body = json.dumps({"prompt": "Hello", "max_tokens": 1, "unknown": "x" * (parts * INSTALMENT)}).encode()
+    body = json.dumps({"prompt": "Hello", "max_tokens": 1, "unknown": "x" * (parts * PROGRESS_BYTES)}).encode()
     async with await connect(narrow) as upload, AsyncExitStack() as stack:
         with anyio.fail_after(60):
             await upload.send(head("Host: localhost", JSON, f"Content-Length: {len(body)}", target="/v1/completions"))
-            await opened(stack, narrow, PLACES - 1, OWES_A_BODY)
+            await opened(stack, narrow, PLACES - 1, UNFINISHED_BODY)
             for index in range(parts):
-                await upload.send(body[index * INSTALMENT :][:INSTALMENT])
-                await opened(stack, narrow, 1, OWES_A_BODY)
-            await upload.send(body[parts * INSTALMENT :])
+                await upload.send(body[index * PROGRESS_BYTES :][:PROGRESS_BYTES])
+                await opened(stack, narrow, 1, UNFINISHED_BODY)
+            await upload.send(body[parts * PROGRESS_BYTES :])
             assert status(await answer(upload)) == 200
 
 
@@ -171,7 +181,7 @@ async def test_clients_that_are_answered_are_never_closed_for_others(folder: Pat
             await until(lambda: len(site.door.tickets) == 3)
             for _ in range(12):
                 other = await stack.enter_async_context(await connect(site))
-                await other.send(OWES_A_BODY)
+                await other.send(UNFINISHED_BODY)
             assert [status(await answer(stream)) for stream in streams] == [200] * 3
 
 
