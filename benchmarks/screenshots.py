@@ -58,7 +58,7 @@ async def likes(page: Page, scheme: str) -> None:
 
 async def pictures(running: Running, program: str, folder: Path, into: Path) -> None:
     async with (
-        Browser.opened(program, folder) as browser,
+        Browser.opened(program, folder, takes_pictures=True) as browser,
         browser.page(running.url + "/", width=1440, height=960, color_scheme="light") as page,
     ):
         await page.until("document.querySelector('#state').dataset.is === 'ready'")

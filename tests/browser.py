@@ -39,8 +39,9 @@ FLAGS = (
     # A sixth of the processor time: no window and no renderer beside those of pages, and no thread to compose each.
     "--no-startup-window",
     "--disable-features=SpareRendererForSitePerProcess",
-    "--disable-threaded-compositing",
 )
+# Chromium 156 never answers a request for a picture if it has this flag.
+UNSEEN = "--disable-threaded-compositing"
 KEYS: Mapping[str, tuple[int, str]] = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), "ArrowRight": (39, "")}
 SHIFT = 8
 
@@ -74,11 +75,16 @@ class Browser:
 
     @staticmethod
     @asynccontextmanager
-    async def opened(program: str, folder: Path) -> AsyncIterator[Browser]:
-        """folder: for what it writes."""
+    async def opened(program: str, folder: Path, *, takes_pictures: bool = False) -> AsyncIterator[Browser]:
+        """folder: for what it writes. takes_pictures: `Page.picture` is called, which costs a thread a page."""
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        flags = [*FLAGS, f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        flags = [
+            *FLAGS,
+            *([] if takes_pictures else [UNSEEN]),
+            f"--user-data-dir={folder}",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        ]
         process = spawned([program, *flags, "about:blank"], theirs_in, theirs_out, {**os.environ, "HOME": str(folder)})
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=MOST_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -245,5 +251,5 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyUp", **named)
 
     async def picture(self) -> bytes:
-        """PNG of what is seen."""
+        """PNG of what is seen. Only in a browser that was opened with `takes_pictures`."""
         return base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])

@@ -81,7 +81,7 @@ async def main() -> None:
         raise SystemExit("there is no Chromium here: apt-get install chromium")
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        async with Browser.opened(program, Path(folder) / "chromium") as chromium:
+        async with Browser.opened(program, Path(folder) / "chromium", takes_pictures=True) as chromium:
             await timeline(chromium, Path(folder))
             await story(chromium, Path(folder))
 

@@ -336,7 +336,7 @@ class Edge:
         about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model.model_id}
         about |= {
             "version": self.options.model.version,
-            "endpoints": sorted(route.path for route in self.make_routes()),
+            "endpoints": sorted({route.path for route in self.make_routes()}),
         }
         return JSONResponse(about, headers={"vary": "Accept"})
 

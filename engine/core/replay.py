@@ -89,15 +89,19 @@ class Replay:
             raise self.build_difference(number, Digest(self.events - 1, now, recorded.last), recorded)
         self.is_complete = recorded.last
 
-    def finish(self) -> None:
-        """End the replay at the end of the trace. Raises TraceCutShort if the trace has no last digest."""
+    def finish(self, executed: int | None = None) -> None:
+        """End the replay at the end of the trace. Raises TraceCutShort if the trace has no last digest.
+
+        executed: as in `summary`.
+        """
         if self.is_complete:
             return
+        where = f"after event {self.events - 1}" if self.events else "before its first event"
         missing = " What came of the last event was not recorded to its end." if self.expected else ""
+        more = "" if executed is None else f" {executed} tokens were executed, and are the recorded ones."
         raise TraceCutShort(
-            f"the trace was cut short after event {self.events - 1}: "
-            "its server was killed, could not write on, or still runs.\n"
-            f"  replayed: {self.events} events, and everything that was recorded of them agrees.{missing}"
+            f"the trace was cut short {where}: its server was killed, could not write on, or still runs.\n"
+            f"  replayed: {self.events} events, and everything that was recorded of them agrees.{missing}{more}"
         )
 
     def summary(self, executed: int | None) -> str:

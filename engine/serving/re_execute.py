@@ -309,7 +309,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
             for out in outs:
                 await execution.carry_out(line.number, out)
             execution.forget_ended(run.world.requests.keys())
-        run.finish()
+        run.finish(execution.tokens)
         return run, execution.tokens
     finally:
         await target.close()

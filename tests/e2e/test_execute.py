@@ -25,7 +25,7 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
 from engine.core.event_loop import Envelope
-from engine.core.replay import ReplayDiffers
+from engine.core.replay import ReplayDiffers, TraceCutShort
 from engine.core.trace import VERSION, Header, Recorder, converter, encode
 from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
@@ -124,6 +124,16 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
     run, tokens = await execute(session.file, None)
     assert run.is_complete
     assert tokens == 4
+
+
+@pytest.mark.timeout(300)
+async def test_a_killed_servers_trace_is_executed_as_far_as_it_goes_and_says_so(
+    session: Recording, tmp_path: Path
+) -> None:
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(session.file.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(TraceCutShort, match="4 tokens were executed, and are the recorded ones"):
+        await execute(cut, None)
 
 
 @pytest.mark.timeout(300)

@@ -35,7 +35,7 @@ VENDOR_FIELDS: Mapping[str, str] = {
 ACCEPTED = {
     "json": "a JSON schema",
     "json_object": "true or false",
-    "choice": f"an array of 1 to {MOST_CHOICES} texts",
+    "choice": f"an array of 1 to {MOST_CHOICES} texts, none of them empty",
 }
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")  # the keys of vLLM's `structured_outputs`
 

@@ -139,6 +139,15 @@ async def test_the_last_part_of_a_trace_cannot_go_unnoticed(tmp_path: Path) -> N
             replay_file(path)
 
 
+async def test_a_trace_without_any_event_says_so(tmp_path: Path) -> None:
+    """A server that has just started, or was killed at its start."""
+    path = tmp_path / "run.jsonl"
+    await record(path)
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(TraceCutShort, match=r"before its first event: .*\n  replayed: 0 events"):
+        replay_file(path)
+
+
 @pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.zst"])
 async def test_a_killed_servers_trace_agrees_as_far_as_it_goes(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

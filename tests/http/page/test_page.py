@@ -29,6 +29,7 @@ async def test_a_browser_gets_the_page_and_a_program_json_at_the_same_path(share
         assert answer.json()["status"] == "ok"
         assert "/events" in answer.json()["endpoints"]
         assert not [path for path in answer.json()["endpoints"] if path.startswith("/page")]
+        assert answer.json()["endpoints"].count("/v1/responses/{id}") == 1, "one path, whatever its methods are"
         assert answer.headers["vary"] == page.headers["vary"] == "Accept"
     assert (await shared.client.post("/", headers=HTML)).status_code == 405
 

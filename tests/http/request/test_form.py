@@ -163,6 +163,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": [1]}, "$.guided_json", "a JSON schema"),
     ({"guided_json": "[1]"}, "$.guided_json", "an object"),
     ({"guided_choice": ["a", 1]}, "$.guided_choice", "an array of 1 to 4096 texts"),
+    ({"guided_choice": [""]}, "$.guided_choice", "an array of 1 to 4096 texts, none of them empty"),
     ({"guided_json_object": "yes"}, "$.guided_json_object", "true or false"),
     ({"grammar": "no ::= grammar ("}, "$.grammar", "a grammar in GBNF or Lark"),
     ({"grammar": "start: a"}, "$.grammar", 'unknown name: "a"'),

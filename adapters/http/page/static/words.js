@@ -27,7 +27,7 @@ export const TIERS = { device: "device", host: "host memory", disk: "disk", none
 export const PLACES = { device: "on the device", host: "in host memory", disk: "on disk" };
 
 const MISSES = {
-  nothing_shared_on_device: "No slot holds a prompt that begins like this one, and no longer part is kept elsewhere.",
+  nothing_shared_on_device: "No slot holds a whole block (64 tokens) of the prompt, and no longer part is kept elsewhere.",
   empty_store: "Nothing has been kept yet.",
   too_short: "The prompt is too short to be kept: computing it is quicker than loading it.",
   diverged_at: "The prompt differs from every prompt that is kept.",
