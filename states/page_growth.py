@@ -22,6 +22,9 @@ from states.slots import Slots, forget_rows, list_evictable, list_running_jobs, 
 
 # Pages that slots have ahead of their answers are at most one in this many of the pool.
 AHEAD_PART = 16
+# A step with at most this many rows left in its slot gets the next page as well, so that the steps behind it need not
+# ask for it. A prompt of 1,024 tokens leaves its slot one row, and its second token came two forwards late.
+LAST_ROWS = 8
 
 
 def grow_for_decode_step(
@@ -72,15 +75,19 @@ def count_pages_ahead(slots: Slots, effect: RunDecode, needed: int, settings: Se
     step or two without it by the time it goes on. So its slot gets pages for as many tokens as it may decode. All slots
     together have at most one page in AHEAD_PART of the pool in this way. No idle slot loses pages for that: none are
     given unless as many were free even if no two slots shared any.
+
+    If the slot has at most LAST_ROWS left, it gets one page in any case, also from an idle slot: a few tokens later it
+    would get that page all the same.
     """
     held = len(slots.slots[effect.slot].pages)
     stop = min(effect.position + effect.steps, settings.max_context)
+    stop_pages = pages.count_pages(stop, settings.page)
     most = needed + settings.pages // (AHEAD_PART * settings.slots)
-    ahead = min(pages.count_pages(stop, settings.page), most) - max(needed, held)
-    if ahead <= 0:
-        return 0
+    ahead = min(stop_pages, most) - max(needed, held)
     spare = settings.pages - sum(len(slot.pages) for slot in slots.slots)
-    return ahead if max(needed - held, 0) + ahead <= spare else 0
+    if ahead > 0 and max(needed - held, 0) + ahead <= spare:
+        return ahead
+    return int(needed <= held < stop_pages and held * settings.page - effect.position <= LAST_ROWS)
 
 
 def grow_waiting_steps(

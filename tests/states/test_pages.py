@@ -253,6 +253,25 @@ def test_nobody_loses_pages_for_those_that_an_answer_has_ahead() -> None:
     assert not after.short_of_pages
 
 
+@pytest.mark.parametrize(
+    ("position", "steps", "new"),
+    [
+        (63, 60, (2,)),  # its slot has one row left, and an idle slot loses a page for the next ones
+        (56, 60, (2,)),
+        (55, 60, ()),  # it asks again before they are needed
+        (63, 1, ()),  # it needs no more
+    ],
+)
+def test_a_slot_with_few_rows_left_gets_the_next_page(position: int, steps: int, new: tuple[int, ...]) -> None:
+    full = evolve(POOL, slots=2, max_context=256, pages=8, page=32)
+    idle = Slot(tuple(range(192)), None, 1, pages=ids(*range(3, 8)))
+    before = Slots((Slot(holder=TWO, pages=ids(0, 1)), idle))
+    after, effect = grown(before, RunDecode(slots.SlotId(0), position, 1, steps=steps), job(max_tokens=200), full)
+    assert effect.pages == ids(*new)
+    assert effect.steps == min(steps, 64 + 32 * len(new) - position)
+    assert after.slots[1] == idle
+
+
 def test_pages_ahead_are_not_given_where_others_might_then_never_end() -> None:
     small = evolve(POOL, slots=2, max_context=256, pages=33)
     one = job(max_tokens=200)
