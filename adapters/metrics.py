@@ -159,10 +159,10 @@ class CacheFigures(Collector):
         ):
             unit = "_bytes" if name == "budget" else ""
             gauge = GaugeMetricFamily(f"rekindle_cache_{name}{unit}", meaning, labels=["tier"])
-            for tier, one in tiers.items():
-                gauge.add_metric([tier], getattr(one, name))
+            for tier, tier_figures in tiers.items():
+                gauge.add_metric([tier], getattr(tier_figures, name))
             yield gauge
-        evictions = {tier: one.evictions for tier, one in tiers.items()}
+        evictions = {tier: tier_figures.evictions for tier, tier_figures in tiers.items()}
         yield make_counter("rekindle_cache_evictions", "Entries that were evicted", "tier", evictions)
         yield make_counter("rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures.hits)
         yield make_counter(
@@ -263,10 +263,12 @@ class ShardFigures(Collector):
             ("compute", "Time of forwards in other processes spent on computing there"),
         ):
             seconds = SummaryMetricFamily(f"rekindle_shard_{name}_seconds", meaning, labels=["layers"])
-            for layers, one in figures.items():
-                seconds.add_metric([layers], count_value=int(one["hops"]), sum_value=one[f"{name}_seconds"])
+            for layers, shard_figures in figures.items():
+                seconds.add_metric(
+                    [layers], count_value=int(shard_figures["hops"]), sum_value=shard_figures[f"{name}_seconds"]
+                )
             yield seconds
-        restarts = {layers: one["restarts"] for layers, one in figures.items()}
+        restarts = {layers: shard_figures["restarts"] for layers, shard_figures in figures.items()}
         yield make_counter("rekindle_shard_restarts", "Times that a lost shard was reached again", "layers", restarts)
 
 
@@ -294,8 +296,8 @@ def iterate_restore_metrics(by_tier: Mapping[str, RestoreTotals]) -> Iterator[Me
     seconds = SummaryMetricFamily(
         "rekindle_cache_restore_seconds", "Time to restore rows to the device", labels=["tier"]
     )
-    for tier, one in by_tier.items():
-        seconds.add_metric([tier], count_value=one.count, sum_value=one.seconds)
+    for tier, load_figures in by_tier.items():
+        seconds.add_metric([tier], count_value=load_figures.count, sum_value=load_figures.seconds)
     yield seconds
-    loaded = {tier: one.bytes for tier, one in by_tier.items()}
+    loaded = {tier: load_figures.bytes for tier, load_figures in by_tier.items()}
     yield make_counter("rekindle_cache_restored_bytes", "Bytes restored to the device", "tier", loaded)

@@ -52,16 +52,16 @@ def main() -> None:
         words = [how.model, "--prefill-drafter", how.drafter]
         if how.shape:
             started, folder = time.perf_counter(), how.folder or Path(scratch)
-            model, drafter = (written(folder, shape, 2 * max(lengths)) for shape in (how.shape, how.drafter_shape))
+            model, drafter = (write_model(folder, shape, 2 * max(lengths)) for shape in (how.shape, how.drafter_shape))
             print(f"weights written in {time.perf_counter() - started:.1f} s", flush=True)
             words = [model, "--prefill-drafter", drafter, "--max-ctx", str(max(lengths) + MARGIN)]
-        rows = measured([*words, "--draft-residency", how.residency], lengths, how)
-    print_table("First token, medians", summed(rows))
+        rows = measure_prompts([*words, "--draft-residency", how.residency], lengths, how)
+    print_table("First token, medians", summarise_rows(rows))
     subject = name_shape(how.shape) if how.shape else Path(how.model).name
-    publish(how, f"compression-{how.shape or 'demo'}", {"rows": rows}, make_figures(summed(rows), subject, how))
+    publish(how, f"compression-{how.shape or 'demo'}", {"rows": rows}, make_figures(summarise_rows(rows), subject, how))
 
 
-def written(folder: Path, shape: str, positions: int) -> str:
+def write_model(folder: Path, shape: str, positions: int) -> str:
     path = folder / shape
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def written(folder: Path, shape: str, positions: int) -> str:
     return str(path)
 
 
-def measured(words: Sequence[str], lengths: Sequence[int], how: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_prompts(words: Sequence[str], lengths: Sequence[int], how: argparse.Namespace) -> list[dict[str, Any]]:
     draw, rows = random.Random(1), list[dict[str, Any]]()
     with serving(*words, "--slots", "1", "--host-cache-budget", "0") as server:
         print(f"ready in {server.seconds:.1f} s", flush=True)
@@ -106,7 +106,7 @@ def first_token(server: Running, sent: Sequence[int], keep: float, mode: str) ->
     }
 
 
-def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for length in sorted({row["tokens"] for row in rows}):
         plain, short = (

@@ -44,7 +44,7 @@ async def waits() -> bool:
     return False
 
 
-async def admitted(grammars: Grammars, made: Sequence[Grammar]) -> list[float]:
+async def time_compilation(grammars: Grammars, made: Sequence[Grammar]) -> list[float]:
     """Milliseconds for each."""
     took = list[float]()
     for grammar in made:
@@ -72,7 +72,7 @@ def rate(took: Sequence[Took], clock: str) -> float:
     return sum(one.tokens for one in took) / sum(getattr(one, clock) for one in took)
 
 
-async def compared(
+async def compare_ways(
     running: Engine, tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]], streams: int
 ) -> list[dict[str, Any]]:
     """A row for each way."""
@@ -136,11 +136,11 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
     grammars, schemas = Grammars(tokenizer), [schema_of(seed) for seed in range(count)]
     try:
         target.executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=grammars.match))
-        compile_ms = await admitted(grammars, [build_json_grammar(schema) for schema in schemas])
+        compile_ms = await time_compilation(grammars, [build_json_grammar(schema) for schema in schemas])
         rows = list[dict[str, Any]]()
         async with run_engine(target.settings, target.executor) as running:
             for together_ in streams:
-                rows += await compared(running, tokenizer, schemas, together_)
+                rows += await compare_ways(running, tokenizer, schemas, together_)
                 print(json.dumps(rows[-2:]), flush=True)
     finally:
         await grammars.aclose()

@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
 from benchmarks.arguments import options_of, server_parser
-from benchmarks.never_slower import AGAIN, compared, row
+from benchmarks.never_slower import AGAIN, row, time_batches
 from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.side_by_side import describe_spread, parse_cores, start_servers
 from benchmarks.subjects import prompts
@@ -140,7 +140,7 @@ async def measure(options: Options, given: Any) -> list[dict[str, Any]]:
             ]
             batches = [batch for batch in batches for _ in range(given.turns)]
             freeze_collected()
-            took = await compared(ways, batches)
+            took = await time_batches(ways, batches)
             rows += [row(what, took), row(f"{what}, {AGAIN}", took, AGAIN)]
             print(*map(json.dumps, rows[-2:]), sep="\n", flush=True)
         for count in counts:
@@ -148,7 +148,7 @@ async def measure(options: Options, given: Any) -> list[dict[str, Any]]:
             jobs = [Job(prompt, given.tokens, scope=OFF) for prompt in asked]
             batches = [jobs[at * count : (at + 1) * count] for at in range(given.repeats)]
             freeze_collected()
-            took = await compared(ways, batches)
+            took = await time_batches(ways, batches)
             rows += [row(f"{count} streams", took), row(f"{count} streams, {AGAIN}", took, AGAIN)]
             print(*map(json.dumps, rows[-2:]), sep="\n", flush=True)
     for target in targets.values():

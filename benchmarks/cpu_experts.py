@@ -30,7 +30,7 @@ from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
 from benchmarks.arguments import benchmark_parser
-from benchmarks.host_experts import SHAPES, Runs, Setting, drawn, kernels_for
+from benchmarks.host_experts import SHAPES, Runs, Setting, draw_tokens, kernels_for
 from benchmarks.results import Figure, name_shape, publish
 from benchmarks.tables import median, print_table
 from engine.loading.calibration.expert_prices import count_expert_bytes, measure_copy, measure_crossing
@@ -114,7 +114,7 @@ def build(setting: Setting, count: int, layout: StepLayout | None) -> DenseShard
 
 def are_bits_equal(setting: Setting, shard: DenseShard) -> bool:
     """Return whether rows have the same logits alone, together with other rows, and in a chunk."""
-    tokens = drawn(setting, "all alike", 9)[: CHUNK + 16]
+    tokens = draw_tokens(setting, "all alike", 9)[: CHUNK + 16]
 
     def logits(bucket: int, *parts: tuple[int, int, int]) -> Tensor:
         step = Step(tuple(Segment(slot, start, count) for slot, start, count in parts), bucket)
@@ -138,7 +138,7 @@ def measure(setting: Setting, count: int, layout: StepLayout | None, whole: int)
     assert are_bits_equal(setting, shard), f"{count} layers: bits differ"
     runs = Runs(setting, shard)
     step = Step((Segment(0, 256, 1),), 4)
-    tokens = drawn(setting, "all alike", 1)
+    tokens = draw_tokens(setting, "all alike", 1)
     hidden = shard.forward(step, tokens[:1]).hidden
     runs.decode(tokens, 8)
     heads = [time_head(shard, step, hidden) for _ in range(5)]

@@ -217,7 +217,9 @@ def raw_copy(device: torch.device) -> float:
     return source.nbytes / median(times[1:])
 
 
-async def compared(bench: StoreBench, prompt: Tokens, tier: Tier, runs: int, files: Sequence[Path]) -> dict[str, Any]:
+async def compare_modes(
+    bench: StoreBench, prompt: Tokens, tier: Tier, runs: int, files: Sequence[Path]
+) -> dict[str, Any]:
     """All modes in turn, again and again; the first decode step teaches the planner and is not counted."""
     found: dict[str, list[dict[str, Any]]] = {"recompute": [], "restore": [], "planner": []}
     reads, truth = list[float](), None
@@ -293,7 +295,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
     return StoreBench(shard, lane, executor, store, moving, settings, known)
 
 
-async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure_store(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lane = DeviceLane(given.device)
     started = time.perf_counter()
     copy = await lane.run(partial(raw_copy, lane.device))
@@ -310,7 +312,7 @@ async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if tier == "disk":
             bench.only_disk(prompts[0])
         for prompt, one in zip(prompts, kept, strict=True):
-            result = await compared(bench, prompt, tier, given.runs, one["files"])
+            result = await compare_modes(bench, prompt, tier, given.runs, one["files"])
             result["of_copy"] = result["restore_GB/s"] * 1e9 / copy
             rows.append(result)
             print(f"{tier} {len(prompt)} after {time.perf_counter() - started:.0f} s", flush=True)
@@ -358,7 +360,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = anyio.run(measured, given, Path(folder) / "kv")
+        found = anyio.run(measure_store, given, Path(folder) / "kv")
     shown = [{name: value for name, value in row.items() if name != "runs"} for row in found["modes"]]
     print_table(
         "Seconds until the prompt's rows are there; planner against recompute and the better forced mode", shown

@@ -120,7 +120,7 @@ class Answered:
     report: Report | None = None
 
 
-async def answered(running: Engine, job: Job) -> Answered:
+async def collect_answer(running: Engine, job: Job) -> Answered:
     found = Answered()
     async for message in running.submissions.submit(job):
         if isinstance(message, EmitTokens):
@@ -133,7 +133,7 @@ async def answered(running: Engine, job: Job) -> Answered:
 
 async def answer(running: Engine, job: Job) -> tuple[Tokens, int]:
     """The tokens of a job, and how much of its prompt was restored."""
-    found = await answered(running, job)
+    found = await collect_answer(running, job)
     assert found.report is not None
     return found.tokens, found.report.restored_tokens
 
@@ -173,7 +173,7 @@ async def together(
     found = [Answered()] * len(jobs)
 
     async def one(number: int) -> None:
-        found[number] = await answered(running, jobs[number])
+        found[number] = await collect_answer(running, jobs[number])
 
     changed = evolve(target.settings, **settings)
     async with run_engine(changed, target.executor, transfer=target.transfer, recorder=recorder) as running:
@@ -278,8 +278,8 @@ class Comparison:
         async with run_engine(self.target.settings, self.target.executor) as running:
             for job in self.jobs:
                 begun = evolve(job, prompt=job.prompt[: max(1, len(job.prompt) * 2 // 3)], max_tokens=3)
-                await answered(running, begun)
-                found.append(await answered(running, job))
+                await collect_answer(running, begun)
+                found.append(await collect_answer(running, job))
         return found
 
     async def scoped(self) -> list[Answered]:
@@ -312,7 +312,7 @@ class Comparison:
 
     async def followers(self) -> list[Answered]:
         """Beside others that begin together with each and have the same head. Some of these leave."""
-        found, self.companions = await answer_among_companions(self.target, self.jobs, self.seed, answered)
+        found, self.companions = await answer_among_companions(self.target, self.jobs, self.seed, collect_answer)
         print(f"companions: {dict(self.companions)}", flush=True)
         followed = sum(one.report.followed_tokens for one in found if one.report is not None)
         assert followed, "no request followed another, so nothing was compared"
@@ -346,7 +346,7 @@ def make_jobs(
     ]
 
 
-def made(count: int, ends: Tokens) -> list[Job]:
+def make_random_jobs(count: int, ends: Tokens) -> list[Job]:
     return make_jobs(draw_prompts(count, LONGEST), ends)
 
 

@@ -39,7 +39,7 @@ def configs() -> dict[str, DenseConfig]:
     }
 
 
-def made(config: DenseConfig, dtype: torch.dtype) -> DenseShard:
+def build_shard(config: DenseConfig, dtype: torch.dtype) -> DenseShard:
     buckets = tuple(bucket for bucket in BUCKETS if bucket <= ROWS)
     listed = config.products(buckets, capacity=CAPACITY, dtype=dtype, threads=torch.get_num_threads())
     proof = CpuKernels(dtype).prove(listed)
@@ -52,7 +52,7 @@ def made(config: DenseConfig, dtype: torch.dtype) -> DenseShard:
     return DenseShard(config, weights, kernels, ShardPlacement(**shape))
 
 
-def timed(run: Callable[[], object], count: int) -> float:
+def time_runs(run: Callable[[], object], count: int) -> float:
     start = time.process_time()
     for _ in range(count):
         run()
@@ -86,13 +86,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    models = {name: tasks(made(config, getattr(torch, given.dtype))) for name, config in configs().items()}
+    models = {name: tasks(build_shard(config, getattr(torch, given.dtype))) for name, config in configs().items()}
     counts, rows = {"decode, one": 20, "decode, four": 20, "prefill": 2}, {"decode, one": 1, "decode, four": SLOTS}
     found: dict[tuple[str, str], list[float]] = {}
     for _ in range(given.rounds):
         for task, count in counts.items():
             for name, runs in models.items():
-                found.setdefault((task, name), []).append(rows.get(task, ROWS) / timed(runs[task], count))
+                found.setdefault((task, name), []).append(rows.get(task, ROWS) / time_runs(runs[task], count))
     lines = [
         {
             "task": task,

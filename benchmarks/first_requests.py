@@ -149,7 +149,7 @@ def once(mode: str, prompt: Sequence[int], files: Sequence[Path], words: Sequenc
     }
 
 
-def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_requests(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     end, home, kv = time.monotonic() + given.limit, folder / "home", folder / "kv"
     home.mkdir()
     started = time.perf_counter()
@@ -176,7 +176,7 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for prompt, first, files in zip(prompts, truth, groups, strict=True):
             for mode in given.modes.split(","):
                 if time.monotonic() + 1.2 * slowest > end:
-                    return summed(found, given, codec, groups)
+                    return summarise_runs(found, given, codec, groups)
                 begun = time.monotonic()
                 one = once(mode, prompt, files, words, home)
                 slowest = max(slowest, time.monotonic() - begun)
@@ -184,10 +184,10 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 found.append(one)
                 shown = {name: one[name] for name in ("mode", "tokens", "seconds", "restored", "ready_s", "same")}
                 print(json.dumps(shown), flush=True)
-    return summed(found, given, codec, groups)
+    return summarise_runs(found, given, codec, groups)
 
 
-def summed(
+def summarise_runs(
     found: Sequence[dict[str, Any]], given: argparse.Namespace, codec: str, groups: Sequence[Sequence[Path]]
 ) -> dict[str, Any]:
     """Medians, and how the planner does against the better of what was forced."""
@@ -325,7 +325,7 @@ def main() -> int:
     given = parser.parse_args()
     given.tokens = given.tokens or TOKENS[given.shape]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        found = measured(given, Path(folder))
+        found = measure_requests(given, Path(folder))
     print_table("Seconds until the first token of a new process's first request; medians", found["medians"])
     publish(given, f"first_requests-{given.shape}", found, make_figures(found["medians"], given.shape), given.device)
     changed = [f"{one['mode']} at {one['tokens']}" for one in found["runs"] if not one["same"]]

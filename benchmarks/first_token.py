@@ -81,7 +81,7 @@ def first_token(client: httpx.Client, length: int, draw: random.Random, answer: 
     return found
 
 
-def served(client: httpx.Client, lengths: Sequence[int], runs: int) -> dict[str, dict[int, list[float]]]:
+def measure_first_tokens(client: httpx.Client, lengths: Sequence[int], runs: int) -> dict[str, dict[int, list[float]]]:
     draw, found = random.Random(1), {kind: dict[int, list[float]]() for kind in KINDS}
     for length in lengths:
         for kind, times in found.items():
@@ -128,7 +128,7 @@ def main() -> None:
         words += ["--slots", str(given.slots), "--max-ctx", str(context)]
         with listening(words, home) as (client, _, _):
             first_token(client, 100, random.Random(2))
-            times |= served(client, lengths, given.runs)
+            times |= measure_first_tokens(client, lengths, given.runs)
     rows = []
     for length in lengths:
         middle = {kind: median(one[length]) for kind, one in times.items()}

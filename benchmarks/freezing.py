@@ -99,11 +99,11 @@ def conversation(
         for name, server in turned:
             if name in {NOTHING, FROZEN}:
                 server.chat(f"{run} {stop} {ELSE}", max_tokens=1)
-            turns[name].append(asked(server, [head, *said[1:stop]], how.answer))
+            turns[name].append(ask_server(server, [head, *said[1:stop]], how.answer))
     return turns
 
 
-def asked(server: Running, sent: Sequence[Mapping[str, str]], answer: int) -> Turn:
+def ask_server(server: Running, sent: Sequence[Mapping[str, str]], answer: int) -> Turn:
     body = {"messages": sent, "max_tokens": answer, "temperature": 0, "ignore_eos": True, "speculation": "off"}
     start, spent = time.perf_counter(), processor_s(server)
     response = server.client.post("/v1/chat/completions", json=body)

@@ -51,7 +51,7 @@ class PackedLoss:
         return float(apart.mean()), float(apart.quantile(0.999))
 
 
-def measured(name: str, runs: list[list[int]], length: int, device: torch.device) -> PackedLoss:
+def measure_loss(name: str, runs: list[list[int]], length: int, device: torch.device) -> PackedLoss:
     weighed, _, kept = name.partition("@")
     path, _, rounding = weighed.partition(":")
     checkpoint = Checkpoint.open(demo.FOLDERS.get(path, path))
@@ -91,20 +91,20 @@ def main() -> None:
             break
     rows, raw, first = list[dict[str, object]](), list[dict[str, Any]](), None
     for name in given.weights:
-        one = measured(name, runs, given.run, torch.device(given.device))
+        one = measure_loss(name, runs, given.run, torch.device(given.device))
         first = one if first is None else first
         values = {"bits a weight": one.stored, "weights off, %": None if one.error is None else 100 * one.error}
         values |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first.loss - 1)}
         values |= dict(zip(("off by", "at most"), one.off(first), strict=True)) if one is not first else {}
         raw.append({"weights": name, **values})
-        rows.append({"weights": name.rsplit("/", 1)[-1], **{key: rounded(value) for key, value in values.items()}})
+        rows.append({"weights": name.rsplit("/", 1)[-1], **{key: format_loss(value) for key, value in values.items()}})
     print_table(f"Loss on {len(runs)} held-out files, the first {given.run:,} tokens of each", rows)
     what = f"loss above {slug(Path(given.weights[0]).name)}"
     figures = [Figure("packed", what, Path(row["weights"]).stem, "%", row["more, %"]) for row in raw[1:]]
     publish(given, f"held_out-{slug(Path(given.weights[-1]).name)}", {"rows": raw}, figures, given.device)
 
 
-def rounded(value: float | None) -> str:
+def format_loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 

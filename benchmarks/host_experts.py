@@ -73,7 +73,7 @@ def kernels_for(setting: Setting, device: torch.device) -> Kernels:
     return CpuKernels(setting.dtype).with_plan(proof.plan)
 
 
-def made(setting: Setting, device: torch.device, offloaded: HostExperts | None = None) -> DenseShard:
+def build_shard(setting: Setting, device: torch.device, offloaded: HostExperts | None = None) -> DenseShard:
     config = setting.config
     weights = RandomWeights(config, device=setting.device, dtype=setting.dtype, scale=config.hidden_size**-0.5)
     shape = {"dtype": setting.dtype, "slots": 1, "capacity": setting.capacity, "buckets": (4, setting.chunk)}
@@ -82,7 +82,7 @@ def made(setting: Setting, device: torch.device, offloaded: HostExperts | None =
     )
 
 
-def drawn(setting: Setting, how: str, seed: int) -> torch.Tensor:
+def draw_tokens(setting: Setting, how: str, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     vocabulary = setting.config.vocab_size
     if how == "all alike":
@@ -117,7 +117,11 @@ class Runs:
 
     def digest(self) -> str:
         """Return a digest of the logits of some rows, each computed by a step of its own behind a chunk."""
-        tokens, chunk, found = drawn(self.setting, "all alike", 9), self.setting.chunk, hashlib.blake2b(digest_size=8)
+        tokens, chunk, found = (
+            draw_tokens(self.setting, "all alike", 9),
+            self.setting.chunk,
+            hashlib.blake2b(digest_size=8),
+        )
         self.prefill(tokens)
         for at in range(4):
             step = Step((Segment(0, chunk + at, 1),), 4)
@@ -126,16 +130,16 @@ class Runs:
         return found.hexdigest()
 
 
-def measured(runs: Runs, how: str, rounds: int = 3) -> dict[str, Any]:
-    tokens = drawn(runs.setting, how, 1)
+def measure_speeds(runs: Runs, how: str, rounds: int = 3) -> dict[str, Any]:
+    tokens = draw_tokens(runs.setting, how, 1)
     decode = [1 / runs.decode(tokens, runs.setting.steps) for _ in range(rounds)]
     prefill = [runs.setting.chunk / runs.prefill(tokens[at * 64 :]) for at in range(rounds)]
     return {"decode": decode, "prefill": prefill}
 
 
-def learnt(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
+def learn_residents(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
     """After so many reports of steps with such tokens."""
-    tokens = drawn(runs.setting, how, 2)
+    tokens = draw_tokens(runs.setting, how, 2)
     for _ in range(reports):
         counts: tuple[int, ...] = ()
         while not counts:
@@ -155,7 +159,7 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
     room = int(gib * (1 << 30)) - others * itemsize - rows - logits
     assert config.experts is not None
     hosted, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
-    shard = made(setting, setting.device, hosted)
+    shard = build_shard(setting, setting.device, hosted)
     assign_first_experts(hosted)
     runs, residents = Runs(setting, shard), make_residents(hosted.experts, hosted.expert_slots)
     memory, said = shard.memory(), runs.digest()
@@ -164,10 +168,10 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
     for how in draws:
         for when in ("before", "after"):
             if when == "after":
-                residents = learnt(runs, hosted, residents, how, reports)
-            figures = measured(runs, how)
+                residents = learn_residents(runs, hosted, residents, how, reports)
+            figures = measure_speeds(runs, how)
             now = hosted.build_figures()
-            runs.decode(drawn(setting, how, 3), setting.steps)
+            runs.decode(draw_tokens(setting, how, 3), setting.steps)
             last = hosted.build_figures()
             needed, brought = last["needed"] - now["needed"], last["brought"] - now["brought"]
             figures |= {"brought_of_needed": brought / needed, "moved": last["moved"]}
@@ -179,12 +183,12 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
 
 
 def device(setting: Setting, said: str, draws: Sequence[str], found: dict[str, Any]) -> None:
-    shard = made(setting, setting.device)
+    shard = build_shard(setting, setting.device)
     runs = Runs(setting, shard)
     assert not said or runs.digest() == said, "other bits than with experts in host memory"
     found["device, memory"] = shard.memory()
     for how in draws:
-        found[f"device, {how}"] = measured(runs, how)
+        found[f"device, {how}"] = measure_speeds(runs, how)
         print("device", how, found[f"device, {how}"], flush=True)
     shard.close()
 
@@ -193,11 +197,11 @@ def processor(setting: Setting, layers: int, found: dict[str, Any]) -> None:
     """Layers are all alike, so the time of so many, less that of the head, is counted as often as makes up all."""
     began, whole = time.perf_counter(), setting.config.num_layers
     few = evolve(setting, config=evolve(setting.config, num_layers=layers), steps=16)
-    runs = Runs(few, made(few, torch.device("cpu")))
+    runs = Runs(few, build_shard(few, torch.device("cpu")))
     step = Step((Segment(0, CONTEXT, 1),), 4)
     hidden = runs.shard.forward(step, torch.zeros(1, dtype=torch.int64)).hidden
     head = quickest(lambda: runs.shard.logits(step, hidden))
-    figures = measured(runs, "all alike")
+    figures = measure_speeds(runs, "all alike")
     figures["decode"] = [1 / ((1 / one - head) * whole / layers + head) for one in figures["decode"]]
     figures["prefill"] = [one * layers / whole for one in figures["prefill"]]
     found["cpu, all alike"] = {**figures, "layers": layers, "head_s": head, "loaded_s": time.perf_counter() - began}

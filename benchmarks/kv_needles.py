@@ -19,7 +19,7 @@ from attrs import frozen
 
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
-from benchmarks.exactness import OFF, answered
+from benchmarks.exactness import OFF, collect_answer
 from benchmarks.results import Figure, publish
 from benchmarks.tables import print_table
 from effects.ids import Tokens
@@ -41,7 +41,7 @@ class HiddenNumber:
     prompt: Tokens
 
 
-async def hidden(text: Text, length: int, count: int) -> list[HiddenNumber]:
+async def hide_numbers(text: Text, length: int, count: int) -> list[HiddenNumber]:
     """So many texts of about so many tokens, as chats."""
     draw, found = Random(length), list[HiddenNumber]()
     sample = build_haystack(Random(0), 1000, [0.5]).text()
@@ -53,13 +53,13 @@ async def hidden(text: Text, length: int, count: int) -> list[HiddenNumber]:
     return found
 
 
-async def asked(options: Options, texts: list[HiddenNumber], text: Text) -> tuple[list[Tokens], list[bool]]:
+async def ask_numbers(options: Options, texts: list[HiddenNumber], text: Text) -> tuple[list[Tokens], list[bool]]:
     target = await load_target(options)
     answers, right = list[Tokens](), list[bool]()
     async with run_engine(target.settings, target.executor) as running:
         for one in texts:
             job = Job(one.prompt, ANSWER, Sampling(), tuple(text.tokenizer.end_tokens), OFF)
-            found = (await answered(running, job)).tokens
+            found = (await collect_answer(running, job)).tokens
             answers.append(found)
             right.append(one.hay.score_answer(text.tokenizer.decode(found)) == 1)
     await target.close()
@@ -71,12 +71,14 @@ async def measure(given: argparse.Namespace) -> None:
     base |= {"disk_prefix_cache": "off", "draft": "none"}
     text = Text.load(find_model_folder(build_options(model=given.models[0]).model))
     texts = [
-        one for length in map(int, given.lengths.split(",")) for one in await hidden(text, length, given.questions)
+        one
+        for length in map(int, given.lengths.split(","))
+        for one in await hide_numbers(text, length, given.questions)
     ]
     rows, first = list[dict[str, Any]](), list[Tokens]()
     forms = [(model, name) for model in given.models for name in re.split(r",(?!v=)", given.kv_dtypes)]
     for model, name in forms:
-        answers, right = await asked(build_options(**base, model=model, kv_dtype=name), texts, text)
+        answers, right = await ask_numbers(build_options(**base, model=model, kv_dtype=name), texts, text)
         first = first or answers
         for length in dict.fromkeys(one.length for one in texts):
             at = [number for number, one in enumerate(texts) if one.length == length]

@@ -57,7 +57,7 @@ def prompts(sessions: int, length: int, head: int) -> list[Tokens]:
     return [(*shared, *own) for own in rest]
 
 
-async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
+async def serve_jobs(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
     config, lane = config_8b(LAYERS, POSITIONS), DeviceLane("cuda")
 
     def build() -> DeviceExecutor:
@@ -123,7 +123,7 @@ def main() -> int:
     jobs = [Job(prompt, asked.answer) for prompt in prompts(asked.sessions, asked.length, asked.head)]
     rows, answers = list[dict[str, Any]](), list[list[list[int]]]()
     for name, fit in ways.items():
-        took, heard = anyio.run(served, fit, jobs)
+        took, heard = anyio.run(serve_jobs, fit, jobs)
         answers.append([one.tokens for one in heard])
         count = sum(len(one.tokens) for one in heard)
         rows.append(

@@ -62,7 +62,7 @@ def step_of(shard: DenseShard, start: int, rows: int, bucket: int) -> Callable[[
     return lambda: shard.logits(step, shard.forward(step, tokens).hidden)
 
 
-def prefilled(shard: DenseShard, tokens: torch.Tensor, start: int) -> None:
+def prefill_tokens(shard: DenseShard, tokens: torch.Tensor, start: int) -> None:
     chunk = shard.spec.buckets[-1]
     for at in range(start, len(tokens), chunk):
         part = tokens[at : at + chunk]
@@ -84,13 +84,13 @@ def differing(shard: DenseShard, tokens: torch.Tensor) -> int:
     return sum(int((one != found[0]).any(1).sum()) for one in found[1:])
 
 
-def measured(shard: DenseShard, tokens: torch.Tensor, contexts: list[int]) -> RowsMeasured:
+def measure_rows(shard: DenseShard, tokens: torch.Tensor, contexts: list[int]) -> RowsMeasured:
     rows: dict[str, Any] = {"bytes a token": shard.rows.spec.token_bytes}
     done, device = 0, shard.spec.device
-    prefilled(shard, tokens[: 2 * shard.spec.buckets[-1]], 0)
+    prefill_tokens(shard, tokens[: 2 * shard.spec.buckets[-1]], 0)
     for context in contexts:
         rows[f"prefill to {context}"] = milliseconds(
-            device, lambda to=context, at=done: prefilled(shard, tokens[:to], at), 1
+            device, lambda to=context, at=done: prefill_tokens(shard, tokens[:to], at), 1
         )
         done = context
         decode, verify = step_of(shard, context, 1, shard.spec.buckets[0]), step_of(shard, context, VERIFIED, VERIFIED)
@@ -136,7 +136,7 @@ def main() -> None:
     for name, kind in DTYPE_NAMES.items():
         how = {"device": device, "dtype": DTYPE, "slots": 1, "capacity": most + 256, "buckets": buckets}
         shard = DenseShard(config, weights, build_kernels(device, DTYPE), ShardPlacement(rows=kind, **how))
-        found[name] = measured(shard, tokens, sorted(given.contexts))
+        found[name] = measure_rows(shard, tokens, sorted(given.contexts))
         shard.close()
     plain = found["bf16"].logits
     shown = [

@@ -69,7 +69,7 @@ def products(checkpoint: Checkpoint, own: NativeProducts, dtype: torch.dtype, ro
 Made: TypeAlias = tuple[DenseShard, Numerics]
 
 
-def made(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dtype) -> Made:
+def build_proven_shard(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dtype) -> Made:
     """A shard of it, proven."""
     how = {"device": CPU, "dtype": dtype, "chunk": CHUNK, "capacity": CONTEXT, "layouts": checkpoint.layouts}
     found = probe(checkpoint.family, checkpoint.config, kernels, ProbeShape(**how))
@@ -120,7 +120,10 @@ def main() -> None:
         torch.set_num_threads(threads)
         print_table("products, ms", by_product)
         both = {"oneDNN": CpuKernels(dtype, own=False), NATIVE: CpuKernels(dtype)}
-        by_step = steps({name: made(name, checkpoint, kernels, dtype) for name, kernels in both.items()}, options.steps)
+        by_step = steps(
+            {name: build_proven_shard(name, checkpoint, kernels, dtype) for name, kernels in both.items()},
+            options.steps,
+        )
         print_table("steps, ms", by_step)
     publish(options, "native", {"products": by_product, "steps": by_step}, device="cpu")
 

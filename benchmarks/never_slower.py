@@ -67,7 +67,7 @@ async def together(running: Engine, jobs: Sequence[Job]) -> Took:
     return Took(sum(len(each.tokens) for each in found), *spent, decode_steps, [each.tokens for each in found])
 
 
-async def compared(ways: dict[str, Engine], batches: Sequence[Sequence[Job]]) -> dict[str, list[Took]]:
+async def time_batches(ways: dict[str, Engine], batches: Sequence[Sequence[Job]]) -> dict[str, list[Took]]:
     """Every batch in every way, one right after the other; who begins takes turns."""
     took: dict[str, list[Took]] = {way: [] for way in ways}
     for number, jobs in enumerate(batches):
@@ -104,7 +104,7 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
         jobs = [Job(prompt, most, scope=Scope("off")) for prompt in asked]
         batches = [jobs[at * count : (at + 1) * count] for at in range(repeats)]
         freeze_collected()
-        rows.append(row(f"{count} streams, {kind}", await compared(ways, batches)))
+        rows.append(row(f"{count} streams, {kind}", await time_batches(ways, batches)))
         print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -82,7 +82,7 @@ def matrices(name: str, outputs: int, columns: int, *, gated: bool) -> StackedWe
     )
 
 
-def packed(kernels: TritonKernels, stack: StackedWeight, *, gated: bool) -> CudaPackedMatrix:
+def pack_stack(kernels: TritonKernels, stack: StackedWeight, *, gated: bool) -> CudaPackedMatrix:
     weight = kernels.pack_gated(stack) if gated else kernels.pack(stack)
     assert isinstance(weight, CudaStack)
     (part,) = weight.parts
@@ -95,7 +95,7 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
     kernels, wrong, total = kernels_of(), Counter[str](), 0
     for columns, gated in itertools.product((1280, 4096), (False, True)):
         stack = matrices(name, 832, columns, gated=gated)
-        weight, plain = packed(kernels, stack, gated=gated), stack.unpack()
+        weight, plain = pack_stack(kernels, stack, gated=gated), stack.unpack()
         x = torch.randn(256, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(DTYPE)
         unpacked = kernels.pack_gated(plain) if gated else kernels.pack(plain)
         assert isinstance(unpacked, CudaWeight)
@@ -135,7 +135,9 @@ def seconds_each(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:
     return min(seconds(graph.replay) for _ in range(repeats)) / times / len(bodies)
 
 
-def measured(name: str, counts: list[int], tiles: list[str], shapes: list[str], speed: float) -> list[dict[str, Any]]:
+def measure_tiles(
+    name: str, counts: list[int], tiles: list[str], shapes: list[str], speed: float
+) -> list[dict[str, Any]]:
     kernels = kernels_of()
     found: dict[tuple[int, str], dict[str, Any]] = {
         (count, tile): {"format": name, "rows": count, "tile": tile}
@@ -145,7 +147,7 @@ def measured(name: str, counts: list[int], tiles: list[str], shapes: list[str], 
     for shape in shapes:
         outputs, columns = SHAPES[shape]
         gated = shape == GATED
-        weights = copies(packed(kernels, matrices(name, outputs, columns, gated=gated), gated=gated))
+        weights = copies(pack_stack(kernels, matrices(name, outputs, columns, gated=gated), gated=gated))
         for (count, label), row in found.items():
             if label == "bytes' limit":
                 row[shape] = size_of(weights[0]) / speed * 1e6
@@ -171,7 +173,7 @@ def main() -> None:
         print_table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
         return
     speed = max(bandwidth().values())
-    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, args.shapes, speed)]
+    rows = [row for name in args.formats for row in measure_tiles(name, args.rows, args.tiles, args.shapes, speed)]
     print_table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
     publish(args, "packed_kernels", {"rows": rows})
 

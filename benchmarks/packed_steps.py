@@ -15,7 +15,7 @@ import torch
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.arguments import benchmark_parser
-from benchmarks.native import DEMO, made, steps
+from benchmarks.native import DEMO, build_proven_shard, steps
 from benchmarks.results import publish
 from benchmarks.tables import print_table
 
@@ -31,7 +31,10 @@ def main() -> None:
     with torch.inference_mode():
         found = {"bf16": Checkpoint.open(options.model)}
         found |= {path.stem: Checkpoint.open(path) for path in options.files}
-        shards = {name: made(name, one.with_dtype(DTYPE), CpuKernels(DTYPE), DTYPE) for name, one in found.items()}
+        shards = {
+            name: build_proven_shard(name, one.with_dtype(DTYPE), CpuKernels(DTYPE), DTYPE)
+            for name, one in found.items()
+        }
         kept = [{"": name, "weights, MB": shard.memory()["weights"] / 1e6} for name, (shard, _) in shards.items()]
         print_table("in memory", kept)
         by_step = steps(shards, options.steps)

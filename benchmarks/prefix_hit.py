@@ -26,7 +26,7 @@ from benchmarks.tables import median, print_table
 DRAFTLESS = ("--draft", "none")  # a draft reads the prompt, too; one token needs none
 
 
-def reported(answer: dict[str, Any]) -> dict[str, Any]:
+def get_cache_report(answer: dict[str, Any]) -> dict[str, Any]:
     """Return what the server says about the source of a prompt's rows."""
     return {"usage": answer["usage"], "rekindle": answer["rekindle"]}
 
@@ -43,7 +43,7 @@ def one_round(client: httpx.Client, draw: random.Random, tokens: int, more: int)
     ask(client, some(tokens // 2))
     wait_until_written(client, entries)
     restored, host = ask(client, [*prompt, *some(more)])
-    answers = {"cold": reported(first), "slot": reported(again), "host": reported(restored)}
+    answers = {"cold": get_cache_report(first), "slot": get_cache_report(again), "host": get_cache_report(restored)}
     return {"cold": cold, "slot": slot, "host": host, "answers": answers}
 
 

@@ -31,7 +31,7 @@ class Found:
     hops: list[float] = field(factory=list[float])
 
 
-def measured(target: LoadedModel, steps: int) -> Found:
+def measure_hops(target: LoadedModel, steps: int) -> Found:
     """On the lane. Rows behind a prompt of one chunk: fed, picked from, kept."""
     found, shard = Found(), target.shard
     peers = [part.peer for part in shard.parts if isinstance(part, RemoteShard)]
@@ -52,7 +52,7 @@ def measured(target: LoadedModel, steps: int) -> Found:
 async def plan(model: str, devices: str, steps: int) -> Found:
     how = {"max_ctx": 1024, "draft": "none", "disk_prefix_cache": "off", "host_cache_budget": 0}
     target = await load_target(build_options(model=model, target_devices=devices, **how))  # type: ignore[arg-type]
-    found = await target.lane.run(lambda: measured(target, steps))
+    found = await target.lane.run(lambda: measure_hops(target, steps))
     await target.close()
     return found
 

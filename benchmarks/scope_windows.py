@@ -84,7 +84,7 @@ SHAPES = (
 )
 
 
-def counted(shape: Traffic, window: int) -> tuple[float, int, int]:
+def count_hits(shape: Traffic, window: int) -> tuple[float, int, int]:
     """(selected, hits, requests), less those before the bar."""
     session, costs = shape.session(), Costs()
     settings = fit_settings(Settings(slots=1, store=True, min_tokens=512, rates=costs.build_rates()), [session])
@@ -103,7 +103,7 @@ def main() -> int:
     for shape in SHAPES:
         cells = []
         for window, (length, share) in zip(WINDOWS, shape.published, strict=True):
-            selected, hits, of = counted(shape, window)
+            selected, hits, of = count_hits(shape, window)
             cells.append(f"{selected:.0f} tokens, **{hits}/{of}** (published: {length}, {share})")
             rows.append({"shape": shape.name, "window": window, "selected": selected, "hits": hits, "requests": of})
         print(f"| {shape.name} | {' | '.join(cells)} |")

@@ -83,7 +83,7 @@ from adapters.store.store import RUNS_IN_FLIGHT
 from adapters.store.tier import WriteRun
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
-from benchmarks.exactness import FULL, Comparison, made, together
+from benchmarks.exactness import FULL, Comparison, make_random_jobs, together
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
 from engine.loading.background_load import load_target
@@ -135,7 +135,7 @@ def writer_options(given: argparse.Namespace, model: str, url: str) -> Options:
 
 async def jobs_of(given: argparse.Namespace, model: str) -> list[Any]:
     text = Text.load(find_model_folder(reader_options(given, model, "").model))
-    jobs = made(given.prompts, tuple(text.tokenizer.end_tokens))
+    jobs = make_random_jobs(given.prompts, tuple(text.tokenizer.end_tokens))
     await text.aclose()
     return jobs
 

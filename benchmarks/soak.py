@@ -126,7 +126,7 @@ def sample(pid: int, folder: Path, started: float) -> dict[str, float]:
     }
 
 
-async def watched(pid: int, folder: Path, stop_at: float, samples: list[dict[str, float]]) -> None:
+async def watch_process(pid: int, folder: Path, stop_at: float, samples: list[dict[str, float]]) -> None:
     started = time.monotonic()
     while time.monotonic() < stop_at:
         samples.append(await anyio.to_thread.run_sync(sample, pid, folder, started))
@@ -158,7 +158,7 @@ def plot(path: Path, samples: Sequence[dict[str, float]]) -> None:
     figure.savefig(path)
 
 
-def checked(trace: Path) -> list[dict[str, Any]]:
+def check_trace(trace: Path) -> list[dict[str, Any]]:
     """Return what replay says about the trace, with and without the model."""
     found = []
     for more in ((), ("--execute",)):
@@ -193,7 +193,7 @@ def main() -> int:
 
         async def both() -> None:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(watched, server.pid, Path(index), stop_at, samples)
+                tasks.start_soon(watch_process, server.pid, Path(index), stop_at, samples)
                 tasks.start_soon(soak.run)
 
         try:
@@ -207,7 +207,7 @@ def main() -> int:
         print(f"a minute, over the last half: {slopes}", *sorted(soak.counts.items()), sep="\n  ")
         size = trace.stat().st_size / 2**20
         print(f"exit status {status}, {tracebacks} tracebacks in the log, a trace of {size:.1f} MiB", flush=True)
-        replays = checked(trace)
+        replays = check_trace(trace)
     whole = {"options": options, "minutes": arguments.minutes, "rate": arguments.rate}
     whole |= {"slopes_a_minute": slopes, "status": status, "tracebacks": tracebacks, "replays": replays}
     whole |= {"answers": dict(soak.counts), "samples": samples}

@@ -168,7 +168,7 @@ async def acceptance(target: LoadedModel, ends: Tokens, count: int, most: int) -
                 tokens, decode_steps, ns = 0, 0, list[float]()
                 for prompt in asked:
                     job = Job(prompt, most, sampling, ends)
-                    done = await target.lane.run(partial(forced, target, job, width))
+                    done = await target.lane.run(partial(decode_with_width, target, job, width))
                     tokens, decode_steps = tokens + sum(len(one.tokens) for one in done), decode_steps + len(done)
                     ns += [one.ns / 1e6 for one in done]
                 row |= {
@@ -180,7 +180,7 @@ async def acceptance(target: LoadedModel, ends: Tokens, count: int, most: int) -
     return rows
 
 
-def forced(target: LoadedModel, job: Job, width: int) -> list[Decoded]:
+def decode_with_width(target: LoadedModel, job: Job, width: int) -> list[Decoded]:
     """On the lane: every decode step proposes so many."""
     known, request, slot = list(job.prompt), RequestId(0), SlotId(0)
     done = list[Decoded]()
@@ -262,12 +262,12 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
                 async with run_engine(settings, target.executor, transfer=target.transfer) as running:
                     answers = [await answer(running, job) for job in jobs]
                 seen[name] = watched.seen
-                rows.append({"tier": name, **compared(seen["cold"], watched.seen, answers)})
+                rows.append({"tier": name, **compare_ways(seen["cold"], watched.seen, answers)})
             await target.close()
     return rows
 
 
-def compared(
+def compare_ways(
     cold: Mapping[tuple[Tokens, int], Tokens], now: Mapping[tuple[Tokens, int], Tokens], answers: Sequence[TimedAnswer]
 ) -> dict[str, Any]:
     common = cold.keys() & now.keys()

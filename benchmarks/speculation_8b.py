@@ -193,7 +193,7 @@ def prompt() -> Tokens:
 # --- steps ---
 
 
-def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[Decoded]]:
+def decode_with_width(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[Decoded]]:
     """On the lane: greedy rounds that propose so many, until there are `most` tokens."""
     known, request, slot = list(prompt()), RequestId(0), SlotId(0)
     pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=proposer))
@@ -218,17 +218,17 @@ def steps(pair: Pair) -> list[dict[str, Any]]:
     """On the lane. The plain step is timed with the draft out of the way, then with one that follows."""
     answer = 160
     pair.draft.offload()
-    plain, done = decoded(pair, pair.drafting, 0, answer + BLOCK)
+    plain, done = decode_with_width(pair, pair.drafting, 0, answer + BLOCK)
     base = median(one.ns for one in done[8:]) / 1e6
     rows = [row("plain, no draft", base, plain, plain, done)]
     pair.draft.load_back()
-    found, done = decoded(pair, pair.drafting, 0, answer)
+    found, done = decode_with_width(pair, pair.drafting, 0, answer)
     rows.append(row("plain, a draft that follows", base, plain, found, done))
     for accepted in ACCEPTED:  # records graphs: the bucket at which the draft follows is that of what is accepted
-        decoded(pair, Forced(pair.drafting, plain, accepted - 1), BLOCK - 1, 4 * accepted)
+        decode_with_width(pair, Forced(pair.drafting, plain, accepted - 1), BLOCK - 1, 4 * accepted)
     rows += in_turn(pair, base, plain)
     forced = Forced(pair.drafting, plain, 0)
-    found, done = decoded(pair, forced, BLOCK - 1, answer)
+    found, done = decode_with_width(pair, forced, BLOCK - 1, answer)
     rows.append(row(f"forced acceptance 1, {answer} decode steps in a row", base, plain, found, done))
     # A recurrent target goes on from where it is, so it cannot be asked for the same rows again and again.
     return rows if pair.shard.states.specs else [*rows, *pieces(pair, base)]
@@ -246,7 +246,7 @@ def in_turn(pair: Pair, base: float, plain: Tokens) -> list[dict[str, Any]]:
     for number in range(PASSES):
         for accepted in ACCEPTED if number % 2 == 0 else ACCEPTED[::-1]:
             forced = Forced(pair.drafting, plain, accepted - 1)
-            tokens[accepted], decode_steps = decoded(pair, forced, BLOCK - 1, STEPS * accepted)
+            tokens[accepted], decode_steps = decode_with_width(pair, forced, BLOCK - 1, STEPS * accepted)
             done[accepted] += decode_steps[2:-1]
             proposing[accepted] += forced.took_ns[2:-1]
     rows = list[dict[str, Any]]()
@@ -336,17 +336,17 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
         )
         job = Job(prompt(), 24, scope=Scope("off"))
         async with run_engine(settings, pair.executor) as running:
-            rows.append(await held(pair, policy, "idle"))
+            rows.append(await measure_memory(pair, policy, "idle"))
             async for message in running.submissions.submit(job):
                 if isinstance(message, EmitTokens) and rows[-1]["stage"] == "idle":
-                    rows.append(await held(pair, policy, "decoding"))
+                    rows.append(await measure_memory(pair, policy, "decoding"))
             with anyio.fail_after(30):
                 await running.submissions.wait_until_empty()
-            rows.append(await held(pair, policy, "afterwards"))
+            rows.append(await measure_memory(pair, policy, "afterwards"))
     return rows
 
 
-async def held(pair: Pair, policy: str, stage: str) -> dict[str, Any]:
+async def measure_memory(pair: Pair, policy: str, stage: str) -> dict[str, Any]:
     """Return in MB what the ledger says, and what CUDA has allocated."""
     draft, target = pair.draft.memory(), pair.shard.memory()
     allocated = await pair.lane.run(torch.cuda.memory_allocated)
@@ -368,19 +368,19 @@ def moves(pair: Pair) -> list[dict[str, Any]]:
     size = pair.draft.memory()["weights"]
     again = [("unpark", pair.draft.load_back), ("park again", pair.draft.offload)] * 3
     for name, run in [("park (first: copied out)", pair.draft.offload), *again]:
-        found[name].append(size / timed(run) / 1e9)
+        found[name].append(size / time_run(run) / 1e9)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     for name, run in (
         ("pinned copy to the device", lambda: device.copy_(host, non_blocking=True)),
         ("pinned copy to the host", lambda: host.copy_(device, non_blocking=True)),
     ):
-        found[name] = [size / timed(run) / 1e9 for _ in range(4)]
+        found[name] = [size / time_run(run) / 1e9 for _ in range(4)]
     pair.draft.load_back()
     return [{"what": name, "MB": round(size / 1e6), "GB/s": max(rates)} for name, rates in found.items()]
 
 
-def timed(run: Callable[[], object]) -> float:
+def time_run(run: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -388,7 +388,7 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-async def measured(parts: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+async def measure_parts(parts: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     lane = DeviceLane(DEVICE)
     pair = await lane.run(partial(build, lane))
     found: dict[str, list[dict[str, Any]]] = {}
@@ -402,4 +402,4 @@ async def measured(parts: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def measure_8b(parts: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    return anyio.run(measured, parts)
+    return anyio.run(measure_parts, parts)

@@ -71,7 +71,7 @@ async def stream(running: Engine, job: Job, heard: list[tuple[float, Tokens]]) -
     )
 
 
-async def asked(pair: Pair, settings: Settings, streams: int, tokens: int) -> tuple[float, list[Tokens]]:
+async def measure_streams(pair: Pair, settings: Settings, streams: int, tokens: int) -> tuple[float, list[Tokens]]:
     """Tokens a second of all together, and what each said."""
     heard: list[list[tuple[float, Tokens]]] = [[] for _ in range(streams)]
     async with run_engine(settings, pair.executor) as running:
@@ -100,13 +100,13 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     known: dict[int, list[Tokens]] = {}
     for streams in given.streams:  # twice, so that the first round is like the others
         for _ in range(2):
-            known[streams] = (await asked(pair, plain, streams, given.tokens + BLOCK))[1]
+            known[streams] = (await measure_streams(pair, plain, streams, given.tokens + BLOCK))[1]
     found: dict[tuple[int, str], list[float]] = {}
     differing = 0
     for _ in range(given.rounds):
         for streams in given.streams:
             pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None))
-            speed, said = await asked(pair, plain, streams, given.tokens)
+            speed, said = await measure_streams(pair, plain, streams, given.tokens)
             found.setdefault((streams, "plain"), []).append(speed)
             differing += sum(one != all_[: given.tokens] for one, all_ in zip(said, known[streams], strict=True))
             forced = ForcedEach(pair.drafting, (), given.accepted - 1)
@@ -114,7 +114,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=forced))
             rates: Rates = await lane.run(partial(measure_rates, pair.executor, pair.shard, shape))
             drafted = Settings(**common, max_proposals=BLOCK - 1, rates=rates)
-            speed, said = await asked(pair, drafted, streams, given.tokens)
+            speed, said = await measure_streams(pair, drafted, streams, given.tokens)
             found.setdefault((streams, "drafted"), []).append(speed)
             differing += sum(one != all_[: given.tokens] for one, all_ in zip(said, known[streams], strict=True))
     pair.executor.close()

@@ -45,7 +45,7 @@ class Streamed:
     decode_steps: int
 
 
-def streamed(client: httpx.Client, prompt: Tokens, seed: int, temperature: float, speculation: str) -> Streamed:
+def stream_answer(client: httpx.Client, prompt: Tokens, seed: int, temperature: float, speculation: str) -> Streamed:
     body = {"prompt": list(prompt), "max_tokens": ANSWER, "temperature": temperature, "top_p": TOP_P, "seed": seed}
     how = {"speculation": speculation, "prefix_cache": {"scope": "off"}}
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -69,7 +69,7 @@ def one_server(tree: Path, subject: str, asked: Sequence[Tokens], given: argpars
         client = httpx.Client(base_url=url, timeout=600)
         for number, prompt in enumerate(asked):
             for way in ("off", "auto") if number % 2 else ("auto", "off"):
-                found[way].append(streamed(client, prompt, number, given.temperature, way))
+                found[way].append(stream_answer(client, prompt, number, given.temperature, way))
     seconds = {way: sum(one.seconds for one in answers) for way, answers in found.items()}
     tokens = sum(one.tokens for one in found["off"])
     pairs = [one.seconds / max(other.seconds, 1e-9) for one, other in zip(found["off"], found["auto"], strict=True)]

@@ -31,7 +31,7 @@ from adapters.transfer.saver import UNPACED
 from benchmarks.arguments import benchmark_parser
 from benchmarks.peer_servers import ROOT, listen_to
 from benchmarks.results import Figure, Goal, publish
-from benchmarks.split_serve import settled
+from benchmarks.split_serve import wait_for_writes
 from benchmarks.tables import median, print_table
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
@@ -80,17 +80,17 @@ class RestoreTook:
         return self.used_ms - self.step_ms
 
 
-def opened(target: LoadedModel, request: RequestId, prompt: Tokens) -> None:
+def open_slot(target: LoadedModel, request: RequestId, prompt: Tokens) -> None:
     effect = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
     target.executor.open(request, effect)
     assert target.transfer is not None
     target.transfer.restorer.place_fence(request, effect)
 
 
-async def kept(target: LoadedModel, prompt: Tokens, stop: int) -> None:
+async def keep_prompt(target: LoadedModel, prompt: Tokens, stop: int) -> None:
     """Computed, and on its way to the disk."""
     request, chunk = RequestId(1), target.settings.chunk
-    opened(target, request, prompt)
+    open_slot(target, request, prompt)
     for start in range(0, stop, chunk):
         asked = RunPrefill(SLOT, start, min(start + chunk, stop))
         (done,) = await target.executor.perform(Launch((EffectRequest(request, asked),)))
@@ -102,32 +102,34 @@ async def kept(target: LoadedModel, prompt: Tokens, stop: int) -> None:
     assert saved == SnapshotSaved(stop, stop * target.transfer.store.layout.token_bytes), saved
 
 
-def spent(target: LoadedModel) -> float:
+def measure_processor_time(target: LoadedModel) -> float:
     """Seconds of processor time that this process has had, and those in which the target has layers."""
     peers = [part.peer for part in target.shard.parts if isinstance(part, RemoteShard)]
     clocks = [~peer.facts.pid << 3 | 2 for peer in peers if peer.facts is not None]  # as clock_getcpuclockid has it
     return time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
-async def restored(target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str) -> RestoreTook:
+async def restore_prompt(target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str) -> RestoreTook:
     assert target.transfer is not None
-    prompt, processor = prompt[: stop + 1], spent(target)
-    _, began = await brought(target, request, prompt, stop, tier)
-    await target.transfer.restorer.lane.run(partial(acknowledged, target))
+    prompt, processor = prompt[: stop + 1], measure_processor_time(target)
+    _, began = await restore_rows(target, request, prompt, stop, tier)
+    await target.transfer.restorer.lane.run(partial(wait_for_shards, target))
     there = 1e3 * (time.perf_counter() - began)
-    reported, began = await brought(target, request, prompt, stop, tier)
+    reported, began = await restore_rows(target, request, prompt, stop, tier)
     token, clock = prompt[-1], list[float]()
     for position in range(stop, stop + STEPS):
-        token = await stepped(target, request, position, token)
+        token = await decode_step(target, request, position, token)
         clock.append(1e3 * (time.perf_counter() - began))
     step = median(after - before for before, after in pairwise(clock))
-    return RestoreTook(reported, there, clock[0], step, 1e3 * (spent(target) - processor))
+    return RestoreTook(reported, there, clock[0], step, 1e3 * (measure_processor_time(target) - processor))
 
 
-async def brought(target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str) -> tuple[float, float]:
+async def restore_rows(
+    target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str
+) -> tuple[float, float]:
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
-    opened(target, request, prompt)
+    open_slot(target, request, prompt)
     found = target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
     if isawaitable(found):  # a tier had to be asked
         found = await found
@@ -140,20 +142,20 @@ async def brought(target: LoadedModel, request: RequestId, prompt: Tokens, stop:
     return done.ns / 1e6, began
 
 
-def acknowledged(target: LoadedModel) -> None:
+def wait_for_shards(target: LoadedModel) -> None:
     """Wait on the lane until the other shards have acknowledged all rows that were sent to them."""
     for part in target.shard.parts:
         if isinstance(part, RemoteShard):
             part.peer.read_posted_answers()
 
 
-async def stepped(target: LoadedModel, request: RequestId, position: int, token: int) -> int:
+async def decode_step(target: LoadedModel, request: RequestId, position: int, token: int) -> int:
     (done,) = await target.executor.perform(Launch((EffectRequest(request, RunDecode(SLOT, position, token)),)))
     assert isinstance(done, Decoded), done
     return done.tokens[-1]
 
 
-async def begun(model: str, devices: str, prompt: Tokens, folder: Path, tier: str) -> tuple[LoadedModel, int]:
+async def load_with_rows(model: str, devices: str, prompt: Tokens, folder: Path, tier: str) -> tuple[LoadedModel, int]:
     """One that finds on disk what an earlier one has kept, or in host memory what it has, and how many rows that is."""
     how: dict[str, Any] = {"model": model, "target_devices": devices, "draft": "none", "slots": 1}
     # Else a busy moment at the start decides how it is kept.
@@ -161,22 +163,24 @@ async def begun(model: str, devices: str, prompt: Tokens, folder: Path, tier: st
     options = build_options(**how, kv_cache_dir=folder, max_ctx=len(prompt) + 64)
     target = await load_target(options)
     stop = (len(prompt) - 1) // target.settings.block_size * target.settings.block_size
-    await kept(target, prompt, stop)
+    await keep_prompt(target, prompt, stop)
     if tier == "host":
         return target, stop
     await target.close()
     return await load_target(options), stop
 
 
-async def measured(model: str, prompt: Tokens, times: int, tier: str) -> dict[str, list[RestoreTook]]:
+async def measure_restores(model: str, prompt: Tokens, times: int, tier: str) -> dict[str, list[RestoreTook]]:
     """All are there at once, and restore in turns: whatever else the machine does, they share it."""
     found = {devices: list[RestoreTook]() for devices in PLANS}
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder) / str(at) for at in range(len(PLANS))]
-        targets = [await begun(model, *each, tier) for each in zip(PLANS, [prompt] * len(PLANS), folders, strict=True)]
+        targets = [
+            await load_with_rows(model, *each, tier) for each in zip(PLANS, [prompt] * len(PLANS), folders, strict=True)
+        ]
         for number in range(times + 1):
             for devices, (target, stop) in zip(PLANS, targets, strict=True):
-                took = await restored(target, RequestId(2 + number), prompt, stop, tier)
+                took = await restore_prompt(target, RequestId(2 + number), prompt, stop, tier)
                 if number:  # the first one is not measured
                     found[devices].append(took)
         for target, _ in targets:
@@ -204,7 +208,7 @@ def first_tokens(model: str, prompt: Tokens, times: int, tier: str) -> dict[str,
             url, _ = stack.enter_context(listen_to([*command, "--kv-cache-dir", str(home)], ROOT, home))
             clients.append(stack.enter_context(httpx.Client(base_url=url, timeout=300)))
             asked(clients[-1], prompt)
-            settled(clients[-1])
+            wait_for_writes(clients[-1])
         for number in range(times + 1):
             for devices, client in zip(PLANS, clients, strict=True):
                 asked(client, prompt[: -100 - number : -1])  # the slot has this one then
@@ -215,7 +219,7 @@ def first_tokens(model: str, prompt: Tokens, times: int, tier: str) -> dict[str,
     return found
 
 
-def compared(plan: str, what: str, each: list[float], single: list[float]) -> dict[str, Any]:
+def compare_with_single(plan: str, what: str, each: list[float], single: list[float]) -> dict[str, Any]:
     """Compare the milliseconds of a plan with those of the single device."""
     return {
         "plan": plan,
@@ -247,16 +251,19 @@ def main() -> None:
     prompt = tuple(draw.randrange(5, 3000) for _ in range(given.tokens))
     if given.http:
         heard = first_tokens(given.model, prompt, given.times, given.tier)
-        reported = [compared(name, "first token", each, heard[PLANS[0]]) for name, each in heard.items()]
+        reported = [compare_with_single(name, "first token", each, heard[PLANS[0]]) for name, each in heard.items()]
         print_table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", reported)
         figures = make_figures(reported, "over HTTP", given)
         publish(
             given, f"split_restore-http-{given.tier}-{given.tokens}", {"rows": reported, "ms": heard}, figures, "cpu"
         )
         return
-    found = anyio.run(measured, given.model, prompt, given.times, given.tier)
+    found = anyio.run(measure_restores, given.model, prompt, given.times, given.tier)
     ms = {of: {name: [getattr(one, of) for one in each] for name, each in found.items()} for of in FIGURES}
-    rows = {of: [compared(name, "its", each, own[PLANS[0]]) for name, each in own.items()] for of, own in ms.items()}
+    rows = {
+        of: [compare_with_single(name, "its", each, own[PLANS[0]]) for name, each in own.items()]
+        for of, own in ms.items()
+    }
     for of, title in FIGURES.items():
         print_table(f"{given.tokens} tokens from {given.tier}, {given.model}: {title}", rows[of])
     figures = make_figures(rows["reported_ms"], "alone", given)

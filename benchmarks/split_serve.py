@@ -64,7 +64,7 @@ def restores(client: httpx.Client) -> Mapping[str, Mapping[str, float]]:
     return found
 
 
-def settled(client: httpx.Client) -> None:
+def wait_for_writes(client: httpx.Client) -> None:
     """Wait until everything that is to be written has been written."""
     until = time.monotonic() + WAITED
     while client.get("/props").json()["full_cache"]["queued_bytes"] and time.monotonic() < until:
@@ -85,11 +85,11 @@ def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
     }
     said = [words(near), words(cold)]
     for tier in [tier for tier in given.tiers if tier != "restart"]:
-        settled(client)
+        wait_for_writes(client)
         if tier == "disk":
             for prompt in others:  # what is in host memory are these
                 ask(client, prompt, 1)
-                settled(client)
+                wait_for_writes(client)
         for number in range(given.times if tier == "host" else 1):
             if tier == "host":
                 ask(client, short[::-1], 8)  # what is in the slot is this one
@@ -103,7 +103,7 @@ def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
                 f"tier ({which})": f"{tiers} {again['rekindle'].get('restored_tokens', '')}",
             }
             said.append(words(again))
-    settled(client)
+    wait_for_writes(client)
     shown = client.get("/props").json()["memory"]
     return {**found, "said": said, "shards": shown["shards"], "draft": shown["draft"], "rekindle": near["rekindle"]}
 
@@ -127,7 +127,7 @@ def host_mib(model: str, tokens: int) -> int:
     return 1 + 5 * tokens * config.kv_bytes_per_token(dtype, range(config.num_layers)) >> 21
 
 
-def served(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict[str, Any]:
+def measure_server(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict[str, Any]:
     devices, _, draft = plan.partition("+draft@")
     rows = given.tokens + given.answers + 64
     drafted = ("--draft-device", draft) if draft else ("--draft", "none")
@@ -154,11 +154,11 @@ def served(plan: str, model: str, given: argparse.Namespace, home: Path) -> dict
     return found
 
 
-def tried(plan: str, home: Path, model: str, given: argparse.Namespace) -> dict[str, Any] | None:
+def try_plan(plan: str, home: Path, model: str, given: argparse.Namespace) -> dict[str, Any] | None:
     """None: there is no such server here; the others are asked all the same."""
     home.mkdir()
     try:
-        return served(plan, model, given, home)
+        return measure_server(plan, model, given, home)
     except SystemExit as error:
         print(f"{plan}: {error}", flush=True)
         return None
@@ -203,7 +203,7 @@ def main() -> int:
                 checkpoint(Path(model), given)
         with ThreadPoolExecutor(len(given.plans) if given.at_once else 1) as pool:
             homes = [Path(scratch) / str(number) for number in range(len(given.plans))]
-            asked = [pool.submit(tried, *each, model, given) for each in zip(given.plans, homes, strict=True)]
+            asked = [pool.submit(try_plan, *each, model, given) for each in zip(given.plans, homes, strict=True)]
         done = zip(given.plans, (one.result() for one in asked), strict=True)
     found = {plan: one for plan, one in done if one is not None}
     if not found:

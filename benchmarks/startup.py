@@ -44,7 +44,7 @@ def once(home: Path, prompts: int = 0) -> tuple[dict[str, Any], list[tuple[str, 
             stderr=errors,
             text=True,
             cwd=ROOT,
-            env={**installed(), "XDG_CACHE_HOME": str(home)},
+            env={**make_environment(), "XDG_CACHE_HOME": str(home)},
         )
     assert process.stdout is not None
     try:
@@ -80,7 +80,7 @@ def fill(kept: Path) -> None:
         (kept / "responses" / name).write_bytes(add_digest(b" \n" + response + b"\n[]"))
 
 
-def installed() -> dict[str, str]:
+def make_environment() -> dict[str, str]:
     """The environment, of a person whose Python keeps what it has compiled: not every machine that measures lets it."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 

@@ -110,11 +110,13 @@ def build_random(name: str, layers: int) -> StepLoop:
     lane = DeviceLane(DEVICE)
     settings = Settings(slots=slots, max_context=capacity, chunk=BUCKETS[-1], batch_rows=slots)
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
-    executor = DeviceExecutor(evolve(executor.parts, match_grammar=Grammars(widened(shard.spec.vocab_size)).match))
+    executor = DeviceExecutor(
+        evolve(executor.parts, match_grammar=Grammars(widen_tokenizer(shard.spec.vocab_size)).match)
+    )
     return StepLoop(shard, executor, settings, lane)
 
 
-def widened(size: int) -> Tokenizer:
+def widen_tokenizer(size: int) -> Tokenizer:
     """The demo's tokenizer with pairs of its tokens as further ones, up to a size that models have. Texts are cut into
     its own alone, which is nothing to a grammar: any of them may follow.
     """

@@ -83,7 +83,7 @@ def start(folder: Path, *, known: int) -> tuple[float, float]:
     return (ready - begin) * 1e3, (scanned - begin) * 1e3
 
 
-def killed(folder: Path) -> None:
+def kill_writer(folder: Path) -> None:
     """A process that has the folder open, and writes to it, is killed while it does."""
     words = [sys.executable, "-c", f"from benchmarks import store_index; store_index.write({str(folder)!r})"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as writer:
@@ -95,7 +95,7 @@ def killed(folder: Path) -> None:
 
 def write(folder: str) -> None:
     """Write new runs until the process is killed."""
-    store = opened(Path(folder))
+    store = open_store(Path(folder))
     print("writing", flush=True)
     for number in count():
         tokens = tuple(range(10**6 + number, 10**6 + number + TOKENS))
@@ -105,7 +105,7 @@ def write(folder: str) -> None:
             time.sleep(0.0001)
 
 
-def opened(folder: Path) -> Store[DiskTier]:
+def open_store(folder: Path) -> Store[DiskTier]:
     lock = threading.RLock()
     return Store(
         LAYOUT,
@@ -117,7 +117,7 @@ def opened(folder: Path) -> Store[DiskTier]:
 def recover(folder: Path) -> tuple[float, float]:
     """(milliseconds until the server could go on, until the rows of the first hit are there)"""
     begin = time.perf_counter()
-    store = opened(folder)
+    store = open_store(folder)
     ready = time.perf_counter()
     found = store.find_prefix((*range(1, 1 + TOKENS), 0), 0)
     assert not isinstance(found, Miss), found
@@ -131,7 +131,7 @@ def recover(folder: Path) -> tuple[float, float]:
     return (ready - begin) * 1e3, (served - begin) * 1e3
 
 
-def served(folder: Path, entries: list[Entry], home: Path) -> dict[str, float]:
+def measure_served_restart(folder: Path, entries: list[Entry], home: Path) -> dict[str, float]:
     """Milliseconds that the log tells of the index, seconds until the server is ready, and of its first request."""
     prompt = [random.Random(1).randrange(16, 4000) for _ in range(1024)]
     words = ("--kv-cache-dir", str(folder), "--kv-cache-budget", "4096")
@@ -165,14 +165,14 @@ def main() -> int:
         for _ in range(given.runs):
             if given.served:
                 (folder / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot(entries)))
-                rows.append(served(folder, entries, Path(name)))
+                rows.append(measure_served_restart(folder, entries, Path(name)))
                 forget(folder, entries)
                 continue
             (folder / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot(entries)))
             ready, _ = start(folder, known=given.entries)
             (folder / index_journal.NAME).unlink()
             without, scanned = start(folder, known=given.entries)
-            killed(folder)
+            kill_writer(folder)
             after, hit = recover(folder)
             rows.append(
                 {

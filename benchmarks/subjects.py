@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from adapters import demo
 from effects.ids import Tokens
-from training.corpus import held_out
-from training.draft_evaluate import SUBJECTS, prompts_of
+from training.corpus import read_held_out
+from training.draft_evaluate import SUBJECTS, make_prompts
 from training.words import Source
 
 NAMES = {
@@ -26,7 +26,7 @@ NAMES = {
 @cache
 def held_out_sources() -> tuple[Source, Source]:
     """Return the held-out sources of the library, and of packages that training never saw."""
-    texts = held_out()
+    texts = read_held_out()
     return Source(texts.stdlib), Source(texts.apart)
 
 
@@ -40,5 +40,5 @@ def prompts(kinds: Sequence[str], count: int, longest: int) -> dict[str, list[To
         subject = subjects[NAMES[kind]]
         short = evolve(subject, room=min(subject.room, longest))
         source = apart if subject.apart else library
-        found[kind] = [tuple(prompt[-longest:]) for prompt in prompts_of(short, tokenizer, source, count)]
+        found[kind] = [tuple(prompt[-longest:]) for prompt in make_prompts(short, tokenizer, source, count)]
     return found

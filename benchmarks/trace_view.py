@@ -98,7 +98,7 @@ def record(path: Path, requests: int) -> None:
         file.write(encode(Digest(process.seq - 1, digest(process.world), last=True)) + "\n")
 
 
-async def opened(page: Path, times: int) -> list[float]:
+async def time_opening(page: Path, times: int) -> list[float]:
     """Seconds."""
     program = browser.found()
     if program is None:
@@ -125,7 +125,7 @@ def main() -> int:
         page, started = trace.with_suffix(".html"), time.process_time()
         print(write_page(trace, page).line)
         took = time.process_time() - started
-        opening = anyio.run(opened, page, 5)
+        opening = anyio.run(time_opening, page, 5)
         row = {
             "requests": given.requests,
             "trace": format_bytes(trace.stat().st_size),

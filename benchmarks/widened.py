@@ -47,7 +47,7 @@ WEIGHED = {Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS}
 CHUNK, ANSWER = 256, 32
 
 
-def widened(source: Checkpoint, folder: Path) -> Checkpoint:
+def write_widened(source: Checkpoint, folder: Path) -> Checkpoint:
     """A folder of the wider model, with the same tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = source.config
@@ -94,7 +94,7 @@ def kind_in(mix: str, name: str, layers: int) -> Kind:
     return own
 
 
-def quantised(library: str, mix: str, layers: int) -> Callable[[str, np.ndarray, Kind], tuple[np.ndarray, Kind]]:
+def build_quantiser(library: str, mix: str, layers: int) -> Callable[[str, np.ndarray, Kind], tuple[np.ndarray, Kind]]:
     code = ctypes.CDLL(library).ggml_quantize_chunk
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     code.argtypes, code.restype = [ctypes.c_int, pointer, pointer, size, size, size, pointer], ctypes.c_size_t
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="write folders in FP8")
     given = parser.parse_args()
     source = Checkpoint.open(demo.FOLDER)
-    wider = widened(source, given.folder)
+    wider = write_widened(source, given.folder)
     with torch.inference_mode():
         both = [float32_shard(one, CHUNK + ANSWER) for one in (source, wider)]
         tokenizer = Tokenizer.from_file(str(given.folder / "tokenizer.json"))
@@ -162,7 +162,9 @@ def main() -> None:
     print(f"{differing} of {len(asked)} greedy answers of {ANSWER} tokens differ in float32")
     for mix in given.ggml[1:] if given.ggml else ():
         to = given.folder.with_name(f"{given.folder.name}-{mix}.gguf")
-        write_gguf(to, given.folder, pack=quantised(given.ggml[0], mix, wider.config.num_layers), tokenizer="smollm")
+        write_gguf(
+            to, given.folder, pack=build_quantiser(given.ggml[0], mix, wider.config.num_layers), tokenizer="smollm"
+        )
         print(to, f"{to.stat().st_size / 1e6:.1f} MB")
     for scheme in ("dynamic", "static") if given.fp8 else ():
         print(write_fp8(given.folder, scheme))

@@ -1,4 +1,4 @@
-"""What the commands that train are told, all alike, and what they refuse."""
+"""The command line options that all training commands share, and their checks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 from adapters.processors import count_processors
 
 
-def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
-    """out: the folder that is written where nobody names another, a part of the package."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=out, help="checkpoint folder to write (by default the package's own)")
-    made.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
-    made.add_argument("--seconds", type=float, default=math.inf, help="of training")
-    made.add_argument("--workers", type=int, default=max(1, count_processors() - 2), help="processes for batches")
-    made.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
-    made.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
-    return made
+def build_parser(description: str | None, out: Path) -> argparse.ArgumentParser:
+    """Return a parser with the common options. out: the default of `--out`, a folder inside the package."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, help="checkpoint folder to write (default: the package's own)")
+    parser.add_argument("--work", type=Path, default=Path(".train"), help="keeps the corpus and the tokenizer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of training")
+    parser.add_argument("--workers", type=int, default=max(1, count_processors() - 2), help="processes for batches")
+    parser.add_argument("--first", type=int, default=0, help="begin with this stage, from what is in --out")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything; give another --out")
+    return parser
 
 
-def parsed(told: argparse.ArgumentParser) -> argparse.Namespace:
-    given = told.parse_args()
-    if given.smoke and given.out == told.get_default("out"):
-        told.error("--smoke would overwrite what the package ships: give another --out")
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line. Exits with a message if it would overwrite the package, or if there is no GPU."""
+    given = parser.parse_args()
+    if given.smoke and given.out == parser.get_default("out"):
+        parser.error("--smoke would overwrite what the package ships: give another --out")
     if not given.smoke and not torch.cuda.is_available():
-        told.error("training needs a CUDA device; --smoke works without")
+        parser.error("training needs a CUDA device; --smoke works without")
     return given

@@ -100,7 +100,7 @@ class Batches(Dataset[Batch]):
 
     def load(self, steps: range, workers: int) -> Iterator[Batch]:
         """The batches of these steps, in order, made ahead by `workers` processes (0: here, when asked for)."""
-        return loaded(self, steps, workers)
+        return load_batches(self, steps, workers)
 
 
 @frozen
@@ -113,10 +113,10 @@ class InTurn(Dataset[Batch]):
         return self.parts[step % len(self.parts)][step]
 
     def load(self, steps: range, workers: int) -> Iterator[Batch]:
-        return loaded(self, steps, workers)
+        return load_batches(self, steps, workers)
 
 
-def loaded(batches: Dataset[Batch], steps: range, workers: int) -> Iterator[Batch]:
+def load_batches(batches: Dataset[Batch], steps: range, workers: int) -> Iterator[Batch]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     loader = DataLoader(
         batches,

@@ -46,7 +46,7 @@ finds, remembers, copies and calls tools; it knows next to nothing about the wor
 * {held_out} more files of the standard library and {held_out_packages} of the packages were held out, chosen by a hash
   of their content, and the {apart} files of whole packages of other authors. Files that share a tenth of their text
   with one of these (runs of four lines) are not in the training either, and the tokenizer has seen none of them.
-  `training.corpus.held_out` gives them. Digest of the corpus (blake2b): `{digest}`.
+  `training.corpus.read_held_out` gives them. Digest of the corpus (blake2b): `{digest}`.
   The other authors' packages: {packages_apart}.
 * Synthetic tasks, new ones at every step: tables of keys and values, facts hidden in real code, questions about code,
   copying with many separators and none, spelling, templated conversations, memory over turns, tool calls. They are in
@@ -87,13 +87,13 @@ at every depth.
 
 
 def write_card(facts: Mapping[str, Any], measured: Mapping[str, float], card: str = CARD) -> str:
-    """README.md for the checkpoint folder. card: from its title on to its licence."""
-    rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
-    return wrap_prose(whole(card, SOURCES).format(**facts, rows=rows))
+    """Return README.md for the checkpoint folder. card: its template, from the title up to the licence."""
+    rows = "\n".join(f"| {name} | {format_result(name, value)} |" for name, value in measured.items())
+    return wrap_prose(build_card(card, SOURCES).format(**facts, rows=rows))
 
 
-def whole(card: str, sources: str = "\n") -> str:
-    """What is to be filled in. sources: what the licence says besides."""
+def build_card(card: str, sources: str = "\n") -> str:
+    """Return the whole template of a card. sources: text that follows the licence."""
     return HEAD + card + LICENCE + sources
 
 
@@ -120,13 +120,13 @@ def wrap_block(block: str) -> Iterator[str]:
             yield line.replace("\0", " ")
 
 
-def table(head: str, measured: Mapping[str, Mapping[str, float]], cell: Callable[[float], str]) -> str:
-    """Of rows of measurements; a dash where a row lacks one."""
+def format_table(head: str, measured: Mapping[str, Mapping[str, float]], cell: Callable[[float], str]) -> str:
+    """Return a Markdown table of measurements. It has a dash where a row lacks a value."""
     ways = list(dict.fromkeys(way for row in measured.values() for way in row))
     rows = [[head, *ways], ["---"] * (len(ways) + 1)]
     rows += [[name, *(cell(found[way]) if way in found else "-" for way in ways)] for name, found in measured.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def shown(name: str, value: float) -> str:
+def format_result(name: str, value: float) -> str:
     return f"{value:.3f}" if "nats" in name or "bits" in name else f"{100 * value:.1f} %"

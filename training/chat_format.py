@@ -1,4 +1,4 @@
-"""How a conversation becomes text: the demo's control tokens and chat template, used for training and shipped."""
+"""The demo's control tokens and chat template, which turn a conversation into text. They ship with the demo."""
 
 from __future__ import annotations
 

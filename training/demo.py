@@ -16,24 +16,25 @@ import torch
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from training.arguments import parsed, parser
+from training.arguments import build_parser, parse_arguments
 from training.card import write_card
 from training.corpus import MOST, Corpus, HeldOut, read_corpus
 from training.evaluate import evaluate
 from training.export import Trained, load
 from training.model import Geometry, Qwen3
 from training.packages import MORE, PACKAGES
-from training.recipe import TARGET, TOKENIZER_TASKS, Cycle, G, Recipe, smallest
+from training.recipe import TARGET, TOKENIZER_TASKS, Cycle, G, Recipe, shrink_recipe
 from training.staging import DemoLimits, Material, run_cycles
 from training.tokenizer import train_tokenizer
-from training.train import TrainingProgress, digest, windows_of
+from training.train import TrainingProgress, digest, list_windows
 from training.words import Source
 
 
 def prepare(work: Path) -> tuple[Corpus, Tokenizer]:
-    """The corpus and the tokenizer, made now or taken from `work` as an earlier call left them there.
+    """Return the corpus and the tokenizer, built now or read from `work`, where an earlier call saved them.
 
-    Packages that nothing but the corpus wants are looked for in the folder `packages` of `work`."""
+    Packages that only the corpus needs may be installed in the folder `packages` of `work`.
+    """
     work.mkdir(parents=True, exist_ok=True)
     corpus_file, tokenizer_file = work / "corpus.json.xz", work / "tokenizer.json"
     if not corpus_file.exists():
@@ -76,7 +77,7 @@ def run(recipe: Recipe[Geometry], work: Path, out: Path, limits: DemoLimits) -> 
 
 
 def attend_with(kernels: str) -> None:
-    """Whose kernels attend on CUDA: `flash` or `cudnn`."""
+    """Choose the attention kernels on CUDA: `flash` or `cudnn`."""
     torch.backends.cuda.enable_flash_sdp(kernels == "flash")
     torch.backends.cuda.enable_mem_efficient_sdp(kernels == "flash")
     torch.backends.cuda.enable_cudnn_sdp(kernels == "cudnn")
@@ -85,8 +86,8 @@ def attend_with(kernels: str) -> None:
 def describe(
     recipe: Recipe[G], corpus: Corpus, progress: TrainingProgress, model: Trained, device: torch.device
 ) -> dict[str, Any]:
-    """What the model card tells about a run."""
-    cycles = "\n".join(f"{number}. {told(cycle, progress)}" for number, cycle in enumerate(recipe.cycles, 1))
+    """Return the facts of a run that the model card shows."""
+    cycles = "\n".join(f"{number}. {describe_cycle(cycle, progress)}" for number, cycle in enumerate(recipe.cycles, 1))
     licences = PACKAGES | MORE
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary", "context")
     return {name: getattr(recipe.geometry, name) for name in sizes} | {
@@ -98,7 +99,7 @@ def describe(
         "held_out_packages": len(corpus.held_out_packages),
         "apart": len(corpus.apart),
         "packages_apart": ", ".join(corpus.packages_apart),
-        "packages": filled("; ".join(f"{package} ({licences[package.split()[0]]})" for package in corpus.packages)),
+        "packages": fill_lines("; ".join(f"{package} ({licences[package.split()[0]]})" for package in corpus.packages)),
         "most": MOST / 1e6,
         "megabytes": sum(map(len, corpus.train)) / 1e6,
         "seed": recipe.seed,
@@ -113,11 +114,11 @@ def describe(
     }
 
 
-def told(cycle: Cycle, progress: TrainingProgress) -> str:
+def describe_cycle(cycle: Cycle, progress: TrainingProgress) -> str:
     stages = ",\n   then ".join(
         f"{progress.steps.get(stage.name, 0)} steps of "
         + " or ".join(
-            dict.fromkeys(f"{each.shape.rows} windows of {each.shape.length} tokens" for each in windows_of(stage))
+            dict.fromkeys(f"{each.shape.rows} windows of {each.shape.length} tokens" for each in list_windows(stage))
         )
         for stage in cycle.stages
     )
@@ -128,15 +129,15 @@ def told(cycle: Cycle, progress: TrainingProgress) -> str:
     )
 
 
-def filled(text: str) -> str:
+def fill_lines(text: str) -> str:
     return fill(text, 120, break_on_hyphens=False)
 
 
 def main() -> None:
-    told = parser(__doc__, FOLDER)
-    told.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
-    arguments = parsed(told)
-    recipe = smallest(TARGET) if arguments.smoke else TARGET
+    parser = build_parser(__doc__, FOLDER)
+    parser.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
+    arguments = parse_arguments(parser)
+    recipe = shrink_recipe(TARGET) if arguments.smoke else TARGET
     run(
         recipe,
         arguments.work,

@@ -71,7 +71,7 @@ def python(rng: Random, _source: Source) -> Exchange:
 
 
 def unable(rng: Random, source: Source) -> Exchange:
-    """What a model of this size had better not try."""
+    """Make a request that a model of this size cannot answer, and the answer that says so."""
     if rng.random() < 0.35:
         words = source.words(rng, rng.randint(2, 9))
         asks = (
@@ -148,10 +148,10 @@ def as_json(rng: Random, _source: Source) -> Exchange:
     record = {"name": rng.choice(NAMES), "age": rng.randint(2, 99), "city": rng.choice(CITIES)}
     if rng.random() < 0.5:
         record["colour"] = rng.choice(COLOURS)
-    told = "{name} is {age} years old and lives in {city}.".format(**record)
-    told += f" The favourite colour is {record['colour']}." if "colour" in record else ""
+    text = "{name} is {age} years old and lives in {city}.".format(**record)
+    text += f" The favourite colour is {record['colour']}." if "colour" in record else ""
     ask = rng.choice(("Write this as JSON: {}", "{} Give me that as JSON.", "Turn this into JSON.\n{}", "JSON: {}"))
-    return ask.format(told), json.dumps(record)
+    return ask.format(text), json.dumps(record)
 
 
 def extract(rng: Random, source: Source) -> Exchange:
@@ -191,7 +191,7 @@ def exchange(rng: Random, source: Source) -> Exchange:
 
 
 def opening(rng: Random, source: Source, room: int) -> list[Message]:
-    """No system message, a short one, or one with real text in it."""
+    """Return no system message, a short one, or one that contains real text."""
     match rng.randrange(10):
         case 0 | 1:
             return [system(rng.choice(SYSTEMS))]
@@ -209,7 +209,7 @@ def turns(exchanges: list[Exchange]) -> list[Message]:
 
 
 def chat(rng: Random, source: Source, room: int) -> Document:
-    """Unrelated turns of every kind."""
+    """Make a conversation of unrelated turns of every kind."""
     exchanges = [exchange(rng, source) for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4, 6)))]
     return conversation([*opening(rng, source, room), *turns(exchanges)], weight=2.0)
 
@@ -226,18 +226,18 @@ _TOLD = {
 }
 
 
-def _told(rng: Random, source: Source, kind: str) -> tuple[str, str]:
-    """Something about the user, and how it is said."""
+def draw_user_fact(rng: Random, source: Source, kind: str) -> tuple[str, str]:
+    """Draw a fact about the user, and a sentence that says it."""
     if kind in ("lucky number", "password"):
-        told = str(rng.randrange(10, 100000))
+        fact = str(rng.randrange(10, 100000))
     else:
-        told = rng.choice(_KINDS[kind] or source.words(rng, 3))
+        fact = rng.choice(_KINDS[kind] or source.words(rng, 3))
     forms = _TOLD.get(kind, (f"My {kind} is {{}}.", f"Remember that my {kind} is {{}}.", f"Note: my {kind} is {{}}."))
-    return told, rng.choice(forms).format(told)
+    return fact, rng.choice(forms).format(fact)
 
 
 def memory(rng: Random, source: Source, room: int) -> Document:
-    """Things said early, asked for later, with other turns, some of them long, between."""
+    """Make a conversation in which facts are given early and asked for later, with other turns in between."""
     left = room
     known: dict[str, str] = {}
     messages = opening(rng, source, room // 2) if rng.random() < 0.3 else []
@@ -251,7 +251,7 @@ def memory(rng: Random, source: Source, room: int) -> Document:
         dice = rng.random()
         if dice < 0.35 or not known:
             kind = rng.choice(tuple(_KINDS))
-            known[kind], question = _told(rng, source, kind)
+            known[kind], question = draw_user_fact(rng, source, kind)
             answer = f"I will remember that your {kind} is {known[kind]}."
             if rng.random() < 0.1:
                 question, answer = f"{question} What is my {kind}?", f"Your {kind} is {known[kind]}."

@@ -1,4 +1,4 @@
-"""Trains the demo's draft on the demo's target: what the target says, training, export, exams, model card.
+"""Trains the demo's draft on the demo's target: generation by the target, training, export, exams, model card.
 
 `python -m training.draft` needs a CUDA device; `--smoke` shows on any machine that every step works.
 """
@@ -17,7 +17,7 @@ from attrs import evolve, field, frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from training.arguments import parsed, parser
+from training.arguments import build_parser, parse_arguments
 from training.batches import Batches, BatchShape, InTurn, Mixture
 from training.chat_format import MASK
 from training.corpus import HeldOut
@@ -27,50 +27,59 @@ from training.draft_card import write_draft_card
 from training.draft_evaluate import SUBJECTS, TEMPERATURE, answer_all, evaluate_draft
 from training.draft_export import export_draft, load_draft
 from training.draft_model import DraftGeometry, DraftNetwork
-from training.draft_train import SPOKEN, DraftLoss, Pool, Speech, blocks_a_row, let_speak, mixed, sizes
+from training.draft_train import (
+    SPOKEN,
+    DraftLoss,
+    Pool,
+    Speech,
+    count_row_blocks,
+    generate_pool,
+    list_block_sizes,
+    mix_with_pool,
+)
 from training.export import load
 from training.model import Qwen3
 from training.recipe import CHOICE, CHOICE_LONG, LONG, SHORT, tool_loop
 from training.staging import in_turn
 from training.tasks import code, continue_code, copy_chat
 from training.tools import tool_chat
-from training.train import LearningRates, Stage, TrainingProgress, Windows, digest, train, windows_of
+from training.train import LearningRates, Stage, TrainingProgress, Windows, digest, list_windows, train
 from training.words import Source
 
 
 def with_less_code(mixture: Mixture) -> Mixture:
-    """Most of each batch is code that the target wrote: of real code, a little is enough."""
+    """Return a mixture with less real code, because most of each batch is code that the target generated."""
     calls: Mixture = {tool_chat: 0.08, tool_loop: 0.12, chat: 0.16} if tool_loop in mixture else {tool_chat: 0.12}
     return {**mixture, code: 0.06, continue_code: 0.04, copy_chat: 0.08, **calls}
 
 
 @frozen
 class DraftRecipe:
-    """`speeches`: what the target says first, by the length of the stages that learn from it."""
+    """A training run of the draft. speeches: the text that the target generates first, by the length of the stages."""
 
     speeches: Mapping[int, Speech]
     stages: tuple[Stage, ...]
     geometry: DraftGeometry = field(factory=DraftGeometry)
     rates: LearningRates = field(factory=lambda: LearningRates(matrices=4e-3, others=2e-3, falling=0.7))
     blocks: int = 512
-    """Most blocks a row; an eighth of its tokens if that is less."""
+    """The most blocks of a row; there are fewer if an eighth of the row's tokens is less."""
 
     seed: int = 3
     speaking: float = 0.15
-    """Of the time for training, how much more the target may spend on each of the speeches."""
+    """The time that the target may spend on each of the speeches: a share of the training time, in addition to it."""
 
     questions: int = 48
-    """Prompts a subject in the evaluation."""
+    """Prompts for each subject in the evaluation."""
 
     saving: int = 4
-    """Prompts a subject of code when a stage ends; none are asked with 0."""
+    """Prompts for each subject of code in the short evaluation after a stage; 0: there is none."""
 
 
 BEGAN = "Layers began as the target's last ones."
 WENT_ON = "It began as an earlier draft (`--again`)."
 
 BLOCKS = (4, 8, 16)
-"""Blocks that the exams are sat with: the server's widths."""
+"""Sizes of blocks in the exams: those that the server uses."""
 
 SHORTER, LONGER = map(with_less_code, (SHORT, LONG))
 CHOICE_SHORTER, CHOICE_LONGER = map(with_less_code, (CHOICE, CHOICE_LONG))
@@ -100,7 +109,7 @@ AGAIN = DraftRecipe(
             steps=6000,
             share=1.0,
             whole=0.3,
-            beside=(
+            more_windows=(
                 *[Windows(BatchShape(64, 1024), CHOICE_SHORTER, 0.3)] * 3,
                 Windows(BatchShape(8, 8192), CHOICE_LONGER, 0.6),
             ),
@@ -114,8 +123,8 @@ AGAIN = DraftRecipe(
 """For the target as shipped: the draft goes on from what it is, with both lengths in turn."""
 
 
-def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
-    """The same run, so small that it takes a CPU a minute: shows that every step of it works."""
+def shrink_draft_recipe(recipe: DraftRecipe) -> DraftRecipe:
+    """Return the same run, so small that a CPU needs a minute for it. It shows that every step works."""
     lengths = dict(zip(sorted(recipe.speeches), (128, 192, 256), strict=False))
 
     def few(shape: BatchShape) -> BatchShape:
@@ -132,7 +141,7 @@ def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
                 stage,
                 shape=few(stage.shape),
                 steps=2,
-                beside=tuple(evolve(each, shape=few(each.shape)) for each in stage.beside[-1:]),
+                more_windows=tuple(evolve(each, shape=few(each.shape)) for each in stage.more_windows[-1:]),
             )
             for stage in recipe.stages
         ),
@@ -143,7 +152,7 @@ def smallest_draft(recipe: DraftRecipe) -> DraftRecipe:
 
 @frozen
 class Folders:
-    """`target`: its checkpoint folder. `out`: the draft's, to be written. `work`: keeps the corpus."""
+    """The folders of a run. target: its checkpoint. out: the draft's checkpoint, to be written. work: the corpus."""
 
     target: Path
     out: Path
@@ -152,18 +161,21 @@ class Folders:
 
 @frozen
 class DraftLimits:
-    """`seconds`: of training.  `workers`: processes for batches.  `first`: the stage to begin with, from what is in the
-    draft's folder; the number of stages, to sit the exams alone."""
+    """The limits of a run.
+
+    seconds: of training. workers: processes that make batches. first: the stage to begin with, from the checkpoint in
+    the draft's folder; the number of stages: only the exams are run.
+    """
 
     seconds: float
     workers: int
     first: int
     again: bool = False
-    """Whether the draft begins as what is in its folder, which was for the target at an earlier time."""
+    """True: training continues from the draft in the folder, which was trained for an earlier target."""
 
 
 def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str, dict[str, float]]:
-    """Train by the recipe and write the checkpoint. Gives tokens a round by subject and way of decoding."""
+    """Train by the recipe and write the checkpoint. Return the tokens of a round by subject and way of decoding."""
     corpus, _ = prepare(folders.work)
     tokenizer = Tokenizer.from_file(str(folders.target / "tokenizer.json"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -179,7 +191,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
         draft.inherit(target)
     source, names = Source(corpus.train), [stage.name for stage in recipe.stages]
     pools = {
-        length: let_speak(
+        length: generate_pool(
             target,
             Batches(
                 tokenizer,
@@ -202,7 +214,9 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
 
     def batches(stage: Stage, seed: int) -> InTurn:
         own = 100 * seed + names.index(stage.name)  # no two stages see the same batches
-        return InTurn([mixed(part, pools[part.shape.length]) for part in in_turn(tokenizer, source, stage, own).parts])
+        return InTurn(
+            [mix_with_pool(part, pools[part.shape.length]) for part in in_turn(tokenizer, source, stage, own).parts]
+        )
 
     def save(progress: TrainingProgress) -> None:
         export_draft(draft, folders.out)
@@ -223,7 +237,7 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
     )
     start = WENT_ON if limits.again else BEGAN
     trained = describe(recipe, pools, progress, draft, target) | {
-        "ended": ended(limits.seconds, again=limits.again),
+        "ended": describe_time_limit(limits.seconds, again=limits.again),
         "began": start,
     }
     print(json.dumps(trained), flush=True)
@@ -241,8 +255,8 @@ def run(recipe: DraftRecipe, folders: Folders, limits: DraftLimits) -> dict[str,
     return measured
 
 
-def ended(seconds: float, *, again: bool = False) -> str:
-    """What the model card tells about a run that the clock ended."""
+def describe_time_limit(seconds: float, *, again: bool = False) -> str:
+    """Return the sentence of the model card about a run that a time limit ended; empty: there was no limit."""
     words = f"{'--again ' if again else ''}--seconds {seconds:g}"
     return "" if math.isinf(seconds) else f' This one was ended by the clock, with `ARGS="{words}"`.'
 
@@ -250,15 +264,15 @@ def ended(seconds: float, *, again: bool = False) -> str:
 def describe(
     recipe: DraftRecipe, pools: Mapping[int, Pool], progress: TrainingProgress, draft: DraftNetwork, target: Qwen3
 ) -> dict[str, Any]:
-    """What the model card tells about a run. pools: none, if there are only exams to sit."""
+    """Return the facts of a run that the model card shows. pools: empty if only the exams were run."""
     planned = sum(speech.rows * speech.rounds * speech.answer for speech in recipe.speeches.values())
     said = sum(len(pool.tokens) * pool.answer for pool in pools.values()) or planned
     block = draft.geometry.block
     stages = "\n".join(
         f"* {progress.steps.get(stage.name, 0)} steps of "
         + " or ".join(
-            f"{shape.rows} windows of {shape.length} tokens (each with {shown(block, recipe, shape)})"
-            for shape in dict.fromkeys(each.shape for each in windows_of(stage))
+            f"{shape.rows} windows of {shape.length} tokens (each with {describe_blocks(block, recipe, shape)})"
+            for shape in dict.fromkeys(each.shape for each in list_windows(stage))
         )
         for stage in recipe.stages
     )
@@ -285,19 +299,19 @@ def describe(
     }
 
 
-def shown(block: int, recipe: DraftRecipe, shape: BatchShape) -> str:
-    """How many blocks of which size a window has."""
-    found = sizes(block, blocks_a_row(recipe.blocks, shape.length))
+def describe_blocks(block: int, recipe: DraftRecipe, shape: BatchShape) -> str:
+    """Return the numbers and sizes of the blocks in a window, as text."""
+    found = list_block_sizes(block, count_row_blocks(recipe.blocks, shape.length))
     return ", ".join(f"{count} blocks of {size}" for size, count in found)
 
 
 def main() -> None:
-    told = parser(__doc__, FOLDER / "draft")
-    told.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the target")
-    told.add_argument("--again", action="store_true", help="go on from the draft in --out, with the target changed")
-    arguments = parsed(told)
+    parser = build_parser(__doc__, FOLDER / "draft")
+    parser.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the target")
+    parser.add_argument("--again", action="store_true", help="go on from the draft in --out, with the target changed")
+    arguments = parse_arguments(parser)
     recipe = AGAIN if arguments.again else DRAFT
-    recipe = smallest_draft(recipe) if arguments.smoke else recipe
+    recipe = shrink_draft_recipe(recipe) if arguments.smoke else recipe
     folders = Folders(arguments.target, arguments.out, arguments.work)
     run(recipe, folders, DraftLimits(arguments.seconds, arguments.workers, arguments.first, arguments.again))
 

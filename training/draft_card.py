@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.card import table, whole, wrap_prose
+from training.card import build_card, format_table, wrap_prose
 
 CARD = """\
 demo, its draft
@@ -57,5 +57,5 @@ are easily foreseen: code is answered with 128 tokens, but for the rows that say
 def write_draft_card(facts: Mapping[str, Any], measured: Mapping[str, Mapping[str, float]], temperature: float) -> str:
     """README.md for the checkpoint folder. measured: tokens a round, by subject and way of decoding."""
     last = facts["target_layers"] - 1
-    rows = table("answers", measured, "{:.2f}".format)
-    return wrap_prose(whole(CARD).format(**facts, table=rows, target_layers_last=last, temperature=temperature))
+    rows = format_table("answers", measured, "{:.2f}".format)
+    return wrap_prose(build_card(CARD).format(**facts, table=rows, target_layers_last=last, temperature=temperature))

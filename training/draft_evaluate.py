@@ -1,6 +1,6 @@
-"""Exams of a draft: how many tokens a round of speculative decoding gives, the target's own token included.
+"""Evaluates a draft: the tokens that a round of speculative decoding gives, the target's own token included.
 
-`python -m training.draft_evaluate` examines the shipped draft on the shipped target, on a GPU or a CPU.
+`python -m training.draft_evaluate` evaluates the shipped draft on the shipped target, on a GPU or a CPU.
 
 The target answers prompts first, by itself, one token at a time: greedily, or sampled with the noise that the server
 uses, which seed and position fix. Speculation changes no token of these answers, so a round is known once the draft's
@@ -29,13 +29,13 @@ from training import tasks
 from training.agents import ToolLoop
 from training.batches import PAD_ID, flatten, row_random
 from training.chat_format import CONTROLS
-from training.corpus import HeldOut, held_out
+from training.corpus import HeldOut, read_held_out
 from training.dialogues import chat, memory
 from training.draft_export import load_draft
 from training.draft_generate import Pick, generate, greedy
-from training.draft_model import BlockSlots, DraftNetwork, head, read, said_in
+from training.draft_model import BlockSlots, DraftNetwork, embed_blocks, head, read_target
 from training.draft_train import LEAST_WEIGHT
-from training.evaluate import END_IDS, CopyAfter, hash_of, spans
+from training.evaluate import END_IDS, CopyAfter, find_answer_spans, hash_of
 from training.export import load
 from training.model import Qwen3
 from training.tasks import Task
@@ -52,9 +52,12 @@ TOOL_CALL = CONTROLS.index("<tool_call>")
 
 @frozen
 class Subject:
-    """What is asked. `task`: makes documents of at most `room` tokens, of which one answer is asked; None: plain code,
-    which goes on after a prompt of CODE_PROMPT tokens.  `limit`: tokens of an answer.  `opening`: its first token.
-    `apart`: made of packages of other authors instead of the library's held-out files."""
+    """A kind of prompts.
+
+    task: makes documents of at most `room` tokens; the prompt ends where one answer of the document begins. None: the
+    prompt is plain code of CODE_PROMPT tokens. limit: tokens of an answer. opening: the first token of the answer.
+    apart: True: documents are made of packages of other authors instead of the library's held-out files.
+    """
 
     name: str
     task: Task | None
@@ -94,59 +97,68 @@ class Continuation:
 
 @frozen
 class Taken:
-    """Tokens that rounds gave, and rounds. The first token of an answer comes from the prompt, not from a round."""
+    """The number of rounds, and of tokens that they gave.
+
+    The first token of an answer comes from the prompt, not from a round.
+    """
 
     tokens: int = 0
     rounds: int = 0
 
     @property
     def a_step(self) -> float:
-        """Acceptance length, the target's own token included."""
+        """The acceptance length, the target's own token included."""
         return self.tokens / max(self.rounds, 1)
 
     def __add__(self, other: Taken) -> Taken:
         return Taken(self.tokens + other.tokens, self.rounds + other.rounds)
 
 
-def prompts_of(subject: Subject, tokenizer: Tokenizer, source: Source, count: int) -> list[list[int]]:
-    """`count` prompts, the same ones every time."""
+def make_prompts(subject: Subject, tokenizer: Tokenizer, source: Source, count: int) -> list[list[int]]:
+    """Return `count` prompts, the same ones every time."""
     found: list[list[int]] = []
     number = 0
     while len(found) < count:
         rng = row_random(SEED, number, hash_of(subject.name))
         number += 1
-        prompt = code_prompt(rng, tokenizer, source) if subject.task is None else cut(rng, subject, tokenizer, source)
+        prompt = (
+            make_code_prompt(rng, tokenizer, source)
+            if subject.task is None
+            else cut_document(rng, subject, tokenizer, source)
+        )
         if prompt:
             found.append(prompt)
     return found
 
 
-def code_prompt(rng: Random, tokenizer: Tokenizer, source: Source) -> list[int]:
-    """Real code from the beginning of a line to anywhere."""
+def make_code_prompt(rng: Random, tokenizer: Tokenizer, source: Source) -> list[int]:
+    """Return real code that begins at a line and ends anywhere."""
     size = tasks.split_room(rng, CODE_PROMPT[1], CODE_PROMPT[0])
     (ids,) = encode(tokenizer, [source.excerpt(rng, size * 6)])
     return ids[:size]
 
 
-def cut(rng: Random, subject: Subject, tokenizer: Tokenizer, source: Source) -> list[int] | None:
-    """A document up to one of its answers; None if it has none of this subject."""
+def cut_document(rng: Random, subject: Subject, tokenizer: Tokenizer, source: Source) -> list[int] | None:
+    """Return a document up to one of its answers; None if no answer is of this subject."""
     assert subject.task is not None
     ids, weights = flatten(tokenizer, subject.task(rng, source, subject.room - 8))
-    answers = spans([float(weight > LEAST_WEIGHT) for weight in weights])
+    answers = find_answer_spans([float(weight > LEAST_WEIGHT) for weight in weights])
     fitting = [answer.start for answer in answers if subject.opening in (None, ids[answer.start])]
     start = rng.choice(fitting) if fitting else 0
     return ids[:start] if 0 < start <= subject.room else None
 
 
-def answers(target: Qwen3, prompts: Sequence[Sequence[int]], limit: int, temperature: float) -> list[Continuation]:
-    """What the target says, greedily at temperature 0. Row i is sampled with seed i."""
+def generate_answers(
+    target: Qwen3, prompts: Sequence[Sequence[int]], limit: int, temperature: float
+) -> list[Continuation]:
+    """Generate the target's answers, greedily at temperature 0. Row i is sampled with seed i."""
     found = []
     limit = min(limit, target.geometry.context - max(map(len, prompts)))
     rows = max(1, 8 * BATCH_TOKENS // max(map(len, prompts)))
     for begin in range(0, len(prompts), rows):
         some = prompts[begin : begin + rows]
         seeds = range(begin, begin + len(some))
-        pick = coupled(seeds, temperature) if temperature else greedy
+        pick = make_coupled_pick(seeds, temperature) if temperature else greedy
         said = generate(target, some, limit, pick).tolist()
         for seed, prompt, tokens in zip(seeds, some, said, strict=True):
             stop = next(
@@ -156,8 +168,8 @@ def answers(target: Qwen3, prompts: Sequence[Sequence[int]], limit: int, tempera
     return found
 
 
-def coupled(seeds: Sequence[int], temperature: float) -> Pick:
-    """Sample as the server does: row i with the noise of `seeds[i]` at the token's position."""
+def make_coupled_pick(seeds: Sequence[int], temperature: float) -> Pick:
+    """Return a function that samples as the server does: row i with the noise of `seeds[i]` at the token's position."""
 
     def pick(logits: Tensor, positions: Tensor) -> Tensor:
         noise = gumbel(zip(seeds, positions.tolist(), strict=True), logits.shape[-1], logits.device)
@@ -167,10 +179,10 @@ def coupled(seeds: Sequence[int], temperature: float) -> Pick:
 
 
 @torch.inference_mode()
-def proposals(
+def compute_proposals(
     draft: DraftNetwork, target: Qwen3, some: Sequence[Continuation], slots: int, temperature: float
 ) -> list[Tensor]:
-    """For each answer, what the draft proposes after each of its tokens but the last: [tokens - 1, slots - 1]."""
+    """Return the draft's proposals after each token but the last, for each answer: [tokens - 1, slots - 1]."""
     device = target.cos.device
     longest = max(len(said.tokens) for said in some)
     most = max(len(said.tokens) - said.start for said in some)
@@ -181,22 +193,24 @@ def proposals(
     tokens = tokens.to(device)
     starts = torch.tensor([said.start for said in some], device=device).unsqueeze(1)
     anchors = (starts + torch.arange(most, device=device)).clamp(max=longest - 1)
-    _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
+    _, aux_layers = read_target(target, tokens, draft.geometry.aux_layers)
     dtype = draft.fc.weight.dtype
     blocks = BlockSlots.of({slots: anchors})
-    said_ = draft(draft.context(aux_layers.to(dtype)), blocks, said_in(target, tokens, blocks).to(dtype))
+    said_ = draft(draft.context(aux_layers.to(dtype)), blocks, embed_blocks(target, tokens, blocks).to(dtype))
     hidden = said_.unflatten(1, (-1, slots))[:, :, 1:]
     found = []
     for said, states in zip(some, hidden, strict=True):
         count = len(said.tokens) - said.start - 1
         logits = head(target, states[:count])
-        found.append(logits.argmax(-1) if not temperature else coupled_picks(logits, said, temperature))
+        found.append(logits.argmax(-1) if not temperature else pick_coupled(logits, said, temperature))
     return found
 
 
-def coupled_picks(logits: Tensor, said: Continuation, temperature: float) -> Tensor:
-    """logits: [anchors, slots - 1, vocabulary]. Picked as the server's draft does, with as much of the noise that the
-    target's own tokens are picked with."""
+def pick_coupled(logits: Tensor, said: Continuation, temperature: float) -> Tensor:
+    """Pick tokens as the server's draft does: with its share of the noise that the target's tokens are picked with.
+
+    logits: [anchors, slots - 1, vocabulary].
+    """
     count, slots, size = logits.shape
     reach = range(said.start + 1, said.start + count + slots)
     noise = gumbel([(said.seed, position) for position in reach], size, logits.device)
@@ -210,8 +224,8 @@ def coupled_picks(logits: Tensor, said: Continuation, temperature: float) -> Ten
     )
 
 
-def taken(said: Continuation, proposed: Sequence[Sequence[int]]) -> Taken:
-    """Rounds from the first token of the answer to its end."""
+def count_rounds(said: Continuation, proposed: Sequence[Sequence[int]]) -> Taken:
+    """Count the rounds from the first token of the answer to its end."""
     answer = said.tokens[said.start :]
     at = rounds = 0
     while at < len(answer) - 1:
@@ -228,14 +242,14 @@ def taken(said: Continuation, proposed: Sequence[Sequence[int]]) -> Taken:
 def examine_draft(
     draft: DraftNetwork, target: Qwen3, every: Sequence[Continuation], slots: int, temperature: float
 ) -> Taken:
-    """All rounds of these answers."""
+    """Count the rounds of all these answers."""
     total = Taken()
     waiting = sorted((said for said in every if len(said.tokens) > said.start + 1), key=lambda said: len(said.tokens))
     while waiting:
         rows = max(1, BATCH_TOKENS // len(waiting[-1].tokens))
         some, waiting = waiting[-rows:], waiting[:-rows]
-        for said, proposed in zip(some, proposals(draft, target, some, slots, temperature), strict=True):
-            total += taken(said, proposed.tolist())
+        for said, proposed in zip(some, compute_proposals(draft, target, some, slots, temperature), strict=True):
+            total += count_rounds(said, proposed.tolist())
     return total
 
 
@@ -257,9 +271,9 @@ def answer_all(
     for subject in subjects:
         if subject.room + subject.limit > target.geometry.context:
             continue
-        prompts = prompts_of(subject, tokenizer, apart if subject.apart else library, count)
+        prompts = make_prompts(subject, tokenizer, apart if subject.apart else library, count)
         for temperature in temperatures:
-            found[subject.name, temperature] = answers(target, prompts, subject.limit, temperature)
+            found[subject.name, temperature] = generate_answers(target, prompts, subject.limit, temperature)
     print(f"the target answered in {time.monotonic() - began:.0f} s", flush=True)
     return found
 
@@ -290,7 +304,9 @@ def main() -> None:
     target = load(arguments.model, device, dtype)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     subjects = [subject for subject in SUBJECTS if subject.name.startswith(arguments.subjects)]
-    answered = answer_all(target, tokenizer, held_out(), arguments.questions, (0.0, TEMPERATURE), subjects=subjects)
+    answered = answer_all(
+        target, tokenizer, read_held_out(), arguments.questions, (0.0, TEMPERATURE), subjects=subjects
+    )
     draft = load_draft(arguments.draft, device, dtype)
     found = evaluate_draft(draft, target, answered, (8, draft.geometry.block))
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""What the target says: continuations of many prompts at once, with a cache of keys and values."""
+"""Generates continuations of many prompts at once with the target, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def generate(target: Qwen3, prompts: Sequence[Sequence[int]], count: int, pick: 
 
 
 def prefill(target: Qwen3, tokens: Tensor, capacity: int) -> tuple[Tensor, list[Cache]]:
-    """The last layer's output [rows, length, hidden], and the caches. Rows may end in padding, which nobody reads."""
+    """The last layer's output [rows, length, hidden], and the caches. Rows may end in padding, which is not read."""
     rows, length = tokens.shape
     angles = target.cos[:length], target.sin[:length]
     capacity = -(-capacity // CACHE_STEP) * CACHE_STEP

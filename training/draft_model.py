@@ -25,8 +25,10 @@ GROUP = 512
 
 @frozen
 class DraftGeometry:
-    """`layers` layers of the target's own sizes. `aux_layers`: target layers whose outputs it reads, from 0,
-    ascending."""
+    """The sizes of a draft: `layers` layers of the target's own sizes.
+
+    aux_layers: the target's layers whose outputs it reads, counted from 0, ascending.
+    """
 
     target: Geometry = field(factory=Geometry)
     layers: int = 3
@@ -50,7 +52,7 @@ class BlockSlots:
 
     @staticmethod
     def of(anchors: Mapping[int, Tensor]) -> BlockSlots:
-        """By the blocks' size: their anchors [rows, blocks]. The sizes are powers of two, large ones first.
+        """Return the slots of blocks. anchors: [rows, blocks] for each size of blocks (powers of two, largest first).
 
         Raises ValueError where a group would cut a block.
         """
@@ -68,7 +70,10 @@ class BlockSlots:
         return BlockSlots(torch.cat(positions, 1), torch.cat(firsts, 1), every.expand(len(positions[0]), -1), group)
 
     def visible(self, length: int) -> Tensor:
-        """What each slot attends to: of the context, then of its group: bool [groups, 1, slots, length + slots]."""
+        """Return the mask of what each slot attends to, in the context and then in its group.
+
+        bool [groups, 1, slots, length + slots].
+        """
         anchors, numbers = (part.reshape(-1, self.group, 1) for part in (self.anchors, self.numbers))
         before = torch.arange(length, device=anchors.device) < anchors
         return torch.cat((before, numbers == numbers.mT), -1).unsqueeze(1)
@@ -95,8 +100,7 @@ class DraftNetwork(nn.Module):
 
     @torch.no_grad()
     def inherit(self, target: Qwen3) -> None:
-        """Begin with the target's last layers and last norm, and with its last auxiliary layer, a little disturbed, as
-        context."""
+        """Copy the target's last layers and norm. The context begins as its last auxiliary layer, with some noise."""
         for mine, other in zip(self.layers, target.model.layers[-len(self.layers) :], strict=True):
             mine.load_state_dict(other.state_dict())
         self.norm.load_state_dict(target.model.norm.state_dict())
@@ -138,7 +142,7 @@ def draft_step(
 
 
 def layers_of(modules: nn.ModuleList) -> list[DecoderBlock]:
-    """A model's layers, as what they are."""
+    """Return a model's layers with their type."""
     return [module for module in modules if isinstance(module, DecoderBlock)]
 
 
@@ -154,12 +158,12 @@ def attend(
     def split(part: Tensor, count: int) -> Tensor:
         return part.view(rows, -1, count, dim).transpose(1, 2)
 
-    def grouped(part: Tensor, count: int) -> Tensor:
-        """[rows, heads, groups * slots, dim] to [rows * groups, heads, slots, dim]."""
+    def split_groups(part: Tensor, count: int) -> Tensor:
+        """Reshape [rows, heads, groups * slots, dim] to [rows * groups, heads, slots, dim]."""
         return part.view(rows, count, groups, slots, dim).transpose(1, 2).reshape(-1, count, slots, dim)
 
-    def shared(part: Tensor) -> Tensor:
-        """The context's [rows, heads, length, dim], once for every group."""
+    def repeat_for_groups(part: Tensor) -> Tensor:
+        """Repeat the context's [rows, heads, length, dim] for every group."""
         return part.unsqueeze(1).expand(-1, groups, -1, -1, -1).flatten(0, 1)
 
     own, before = angles
@@ -167,10 +171,10 @@ def attend(
     k = rotate(attention.k_norm(split(attention.k_proj(x), kv_heads)), own)
     context_k = rotate(attention.k_norm(split(attention.k_proj(context), kv_heads)), before)
     v, context_v = (split(attention.v_proj(part), kv_heads) for part in (x, context))
-    keys = torch.cat((shared(context_k), grouped(k, kv_heads)), -2)
-    values = torch.cat((shared(context_v), grouped(v, kv_heads)), -2)
+    keys = torch.cat((repeat_for_groups(context_k), split_groups(k, kv_heads)), -2)
+    values = torch.cat((repeat_for_groups(context_v), split_groups(v, kv_heads)), -2)
     keys, values = (part.repeat_interleave(heads // kv_heads, 1) for part in (keys, values))
-    mixed = functional.scaled_dot_product_attention(grouped(q, heads), keys, values, attn_mask=visible)
+    mixed = functional.scaled_dot_product_attention(split_groups(q, heads), keys, values, attn_mask=visible)
     mixed = mixed.view(rows, groups, heads, slots, dim).transpose(2, 3)
     return attention.o_proj(mixed.reshape(rows, groups * slots, heads * dim))
 
@@ -179,9 +183,14 @@ def target_step(layer: DecoderBlock, x: Tensor, angles: Angles) -> Tensor:
     return layer(x, angles)
 
 
-def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = target_step) -> tuple[Tensor, Tensor]:
-    """What the target makes of tokens [rows, length]: hidden states after its last norm [rows, length, hidden], and
-    the outputs of the layers `aux_layers`, side by side [rows, length, auxiliary layers * hidden]."""
+def read_target(
+    target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = target_step
+) -> tuple[Tensor, Tensor]:
+    """Run the target on tokens [rows, length].
+
+    Return the hidden states after its last norm [rows, length, hidden], and the outputs of the layers `aux_layers`,
+    side by side [rows, length, auxiliary layers * hidden].
+    """
     x = target.model.embed_tokens(tokens)
     angles = target.cos[: tokens.shape[1]], target.sin[: tokens.shape[1]]
     aux = []
@@ -192,13 +201,13 @@ def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = 
     return target.model.norm(x), torch.cat(aux, -1)
 
 
-def said_in(target: Qwen3, tokens: Tensor, slots: BlockSlots) -> Tensor:
-    """Embeddings [rows, slots, hidden] of blocks over tokens [rows, length]: an anchor's token, masks behind it."""
+def embed_blocks(target: Qwen3, tokens: Tensor, slots: BlockSlots) -> Tensor:
+    """Return embeddings [rows, slots, hidden] of blocks over tokens [rows, length]: an anchor's token, then masks."""
     known = tokens.gather(1, slots.anchors)
     ids = known.masked_fill(slots.positions != slots.anchors, MASK_ID)
     return target.model.embed_tokens(ids)
 
 
 def head(target: Qwen3, hidden: Tensor) -> Tensor:
-    """Logits in float32 whatever the target's type: in bf16 the likeliest tokens would often tie. For no autocast."""
+    """Return logits in float32, since in bf16 the likeliest tokens would often tie. Must be called without autocast."""
     return functional.linear(hidden.float(), target.model.embed_tokens.weight.float())

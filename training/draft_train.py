@@ -1,7 +1,7 @@
-"""What the draft learns: to say what the target would say, at every slot of a block, as far as it is likely to get.
+"""The loss of the draft and its training data. It learns to predict the target's picks at every slot of a block.
 
-The target is frozen and runs in the same step. Most of the text is its own continuations of code (it is wrong about
-code too often for the real one to serve), the rest are the tasks, whose answers it nearly always gives itself.
+The target is frozen and runs in the same step. Most of the text is code that the target has generated, because its
+picks differ from real code too often. The rest are the tasks, whose answers the target nearly always gives itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from torch.nn import functional
 
 from training.batches import Batch, Batches, BatchShape, row_random
 from training.draft_generate import generate
-from training.draft_model import BlockSlots, DraftNetwork, Step, draft_step, head, read, said_in, target_step
+from training.draft_model import (
+    BlockSlots,
+    DraftNetwork,
+    Step,
+    draft_step,
+    embed_blocks,
+    head,
+    read_target,
+    target_step,
+)
 from training.model import Qwen3, Trainable
 from training.tasks import split_room
 
 LEAST_WEIGHT = 0.5
-"""Tokens of less weight are nobody's answer: prompts, and code that only hides something."""
+"""Tokens of less weight belong to no answer, but to prompts, and to code in which facts are hidden."""
 
 DECAY = 7.0
 STRICTNESS = 1.0
@@ -32,10 +41,10 @@ FLOOR = 0.3
 HARD = 0.35
 OVERLAP = 0.4
 WARMTH = 0.8
-"""The temperature of the exams and of the benchmarks, at which the target's distribution is to be met."""
+"""The temperature at which the draft learns the target's distribution: that of exams and benchmarks."""
 
 SPOKEN = 0.7
-"""Of a batch's rows, those that the target wrote."""
+"""The share of a batch's rows that the target generated."""
 
 
 class DraftLoss(Trainable):
@@ -57,11 +66,14 @@ class DraftLoss(Trainable):
         tokens, weights = tokens.long(), weights.float()
         rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         with torch.no_grad():
-            hidden, aux_layers = read(target, tokens[:, :-1], self.draft.geometry.aux_layers, self._target_step)
-            room = blocks_a_row(self._blocks, hidden.shape[1])
-            parts = {size: choose(weights, count, size) for size, count in sizes(self.draft.geometry.block, room)}
+            hidden, aux_layers = read_target(target, tokens[:, :-1], self.draft.geometry.aux_layers, self._target_step)
+            room = count_row_blocks(self._blocks, hidden.shape[1])
+            parts = {
+                size: choose_anchors(weights, count, size)
+                for size, count in list_block_sizes(self.draft.geometry.block, room)
+            }
             slots = BlockSlots.of({size: anchors for size, (anchors, _, _) in parts.items()})
-            said = said_in(target, tokens, slots).float()
+            said = embed_blocks(target, tokens, slots).float()
             positions = torch.cat([positions.flatten(1) for _, positions, _ in parts.values()], 1)
             with torch.autocast(tokens.device.type, enabled=False):
                 truth = head(target, hidden[rows, positions - 1])
@@ -72,7 +84,7 @@ class DraftLoss(Trainable):
         for _, _, counted in parts.values():
             upto = done + counted.shape[1] * counted.shape[2]
             losses, suits, reaches = (value[:, done:upto].view(counted.shape) for value in found)
-            means.append(weighed(losses, suits, reaches, counted))
+            means.append(average_loss(losses, suits, reaches, counted))
             done = upto
         return torch.stack(means).mean()
 
@@ -83,23 +95,26 @@ class DraftLoss(Trainable):
         self._draft_step = torch.compile(draft_step, dynamic=False)
 
 
-def blocks_a_row(most: int, length: int) -> int:
-    """An eighth of its tokens, or `most`."""
+def count_row_blocks(most: int, length: int) -> int:
+    """Return the number of blocks in a row: one for eight tokens, at most `most`."""
     return min(most, length // 8)
 
 
-def sizes(block: int, room: int) -> list[tuple[int, int]]:
-    """Of the room of `room` blocks of `block` slots, how many of which size: half of it for the largest, and a quarter
-    for each of the next two, which the server runs where fewer tokens are worth proposing."""
+def list_block_sizes(block: int, room: int) -> list[tuple[int, int]]:
+    """Return sizes of blocks and their numbers, which together take the room of `room` blocks of `block` slots.
+
+    The largest blocks take half of the room, and the next two sizes a quarter each. The server uses these where fewer
+    proposals are worth checking.
+    """
     return [(block, room // 2), (block // 2, room // 2), (block // 4, room)]
 
 
-def choose(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`count` random anchors a row, from its answers: [rows, count]; the positions of the other slots' labels, and
-    whether they count, both [rows, count, slots - 1]. weights: [rows, length].
+def choose_anchors(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose `count` random anchors [rows, count] for each row, from its answers. weights: [rows, length].
 
-    Anchors are drawn with repetition: a row counts the same however short its answers are. An anchor and what follows
-    it are of one answer: the anchor is what the target picked, and nobody drafts what a user says.
+    Also return the positions of the other slots' labels, and whether they count, both [rows, count, slots - 1]. Anchors
+    are drawn with repetition, so each row counts the same, however short its answers are. An anchor and its labels are
+    in one answer: an anchor is a pick of the target, and a user's text is never drafted.
     """
     length = weights.shape[1]
     said = weights > LEAST_WEIGHT
@@ -117,13 +132,18 @@ SlotLosses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def slot_losses(scores: Tensor, truth: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft's logits `scores` against the target's, `truth`, which knows the tokens before: both
-    [rows, slots, vocabulary], the latter in float32.  labels: [rows, slots], the tokens of the text.
+    """Compare the draft's logits `scores` with the target's, `truth`. Both are [rows, slots, vocabulary].
 
-    A slot's loss is partly the cross-entropy to the target's distribution at WARMTH, for sampling, and partly that to
-    its likeliest token, for greedy decoding; and partly the logarithm of what both distributions share, which is how
-    often tokens picked with the same noise agree. With it: how well the label suits the target (its odds against the
-    likeliest one), and how likely the draft would pick it; all three [rows, slots].
+    truth: in float32, computed with all tokens before the slot. labels: [rows, slots], the tokens of the text. The loss
+    of a slot has three parts:
+
+    * the cross-entropy to the target's distribution at WARMTH, for sampling;
+    * the cross-entropy to the target's likeliest token, for greedy decoding;
+    * minus the logarithm of the overlap of both distributions. That is how often tokens that are picked with the same
+      noise agree.
+
+    Returns the losses, the odds of the label against the target's likeliest token, and the draft's probability of the
+    label, all [rows, slots].
     """
     scores = scores.float()
     truth_log, mine_log = truth.log_softmax(-1), scores.log_softmax(-1)
@@ -138,30 +158,38 @@ def slot_losses(scores: Tensor, truth: Tensor, labels: Tensor) -> tuple[Tensor, 
     return HARD * hard + (1 - HARD - OVERLAP) * soft - OVERLAP * shared.log(), suits, reaches
 
 
-def weighed(losses: Tensor, suits: Tensor, reaches: Tensor, counted: Tensor) -> Tensor:
-    """The mean loss of blocks [rows, blocks, slots]. counted: where there is one.
+def average_loss(losses: Tensor, suits: Tensor, reaches: Tensor, counted: Tensor) -> Tensor:
+    """Return the weighted mean loss of blocks [rows, blocks, slots]. counted: which slots have a loss.
 
-    A slot weighs exp(-slot / DECAY), times how well the tokens before it suit the target, since a slot behind what the
-    target would not say is never used; and somewhat by how likely the draft itself gets there, so that it first learns
-    what comes first.
+    The weight of a slot is exp(-slot / DECAY) times two factors. The first one is how well the earlier labels suit the
+    target, because a slot after a wrong token is never used. The second one depends on how likely the draft proposes
+    the earlier labels, so that it learns the first slots first.
     """
     slots = torch.arange(losses.shape[-1], device=losses.device)
-    weights = counted * torch.exp(-slots / DECAY) * all_before(suits) * (FLOOR + (1 - FLOOR) * all_before(reaches))
+    weights = (
+        counted
+        * torch.exp(-slots / DECAY)
+        * multiply_earlier(suits)
+        * (FLOOR + (1 - FLOOR) * multiply_earlier(reaches))
+    )
     return (losses * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
-def all_before(odds: Tensor) -> Tensor:
-    """The product of the odds of the slots before each, along the last axis."""
+def multiply_earlier(odds: Tensor) -> Tensor:
+    """Return for each slot the product of the odds of the slots before it, along the last axis."""
     return functional.pad(odds[..., :-1], (1, 0), value=1.0).cumprod(-1)
 
 
-# What the target says itself
+# Text that the target generates
 
 
 @frozen
 class Speech:
-    """Continuations to let the target write: `rounds` times `rows` of them, `answer` tokens after prompts of code of
-    `least` to `most` tokens. Some rows are greedy, some at a temperature, by turns."""
+    """The continuations that the target generates: `rounds` times `rows` of them.
+
+    Each has `answer` tokens after a prompt of code with `least` to `most` tokens. The rows take the temperatures in
+    turn; 0 is greedy.
+    """
 
     rows: int
     rounds: int
@@ -173,14 +201,14 @@ class Speech:
 
 @frozen(eq=False)
 class Pool:
-    """What the target said: tokens int16 [rows, length]; row i says `answer` tokens, from position `starts[i]` on."""
+    """Text that the target generated: tokens int16 [rows, length]. Row i has `answer` of them from `starts[i]` on."""
 
     tokens: np.ndarray
     starts: np.ndarray
     answer: int
 
     def batch(self, rng: Random, rows: int) -> Batch:
-        """Random rows, with weight 1 where the target speaks: tokens int16, weights float16, each [rows, length]."""
+        """Draw random rows: tokens int16 and weights float16, each [rows, length]. Generated tokens have weight 1."""
         picked = rng.sample(range(len(self.tokens)), rows)
         starts = self.starts[picked][:, None]
         positions = np.arange(self.tokens.shape[1])
@@ -188,9 +216,14 @@ class Pool:
         return torch.from_numpy(self.tokens[picked]), torch.from_numpy(weights.astype(np.float16))
 
 
-def let_speak(target: Qwen3, batches: Batches, speech: Speech, length: int, *, seconds: float, workers: int) -> Pool:
-    """Continue code from `batches`, windows of at least `speech.most` tokens, a whole number of them a round; for at
-    most `seconds`, but at least one round. `length`: of the pool's rows, at least `speech.most + speech.answer`."""
+def generate_pool(
+    target: Qwen3, batches: Batches, speech: Speech, length: int, *, seconds: float, workers: int
+) -> Pool:
+    """Let the target continue code, for at most `seconds` but at least one round.
+
+    batches: windows of at least `speech.most` tokens, a whole number of them for each round. length: of the pool's
+    rows, at least `speech.most + speech.answer`.
+    """
     device = target.cos.device
     generator = torch.Generator(device).manual_seed(batches.seed)
     temperatures = torch.tensor(speech.temperatures, device=device).repeat(speech.rows)[: speech.rows, None]
@@ -222,7 +255,7 @@ def let_speak(target: Qwen3, batches: Batches, speech: Speech, length: int, *, s
 
 @frozen(kw_only=True)
 class Mixed(Batches):
-    """Batches of which the last `spoken` rows are of what the target said."""
+    """Batches whose last `spoken` rows are text that the target generated."""
 
     pool: Pool
     spoken: int
@@ -233,8 +266,8 @@ class Mixed(Batches):
         return torch.cat((tokens, said)), torch.cat((weights, where))
 
 
-def mixed(batches: Batches, pool: Pool) -> Mixed:
-    """SPOKEN of each batch from the pool."""
+def mix_with_pool(batches: Batches, pool: Pool) -> Mixed:
+    """Return batches of which the share SPOKEN comes from the pool."""
     spoken = round(SPOKEN * batches.shape.rows)
     shape = BatchShape(batches.shape.rows - spoken, batches.shape.length)
     return Mixed(

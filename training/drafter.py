@@ -14,18 +14,18 @@ from attrs import evolve
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from training.arguments import parsed, parser
+from training.arguments import build_parser, parse_arguments
 from training.batches import BatchShape, Mixture
 from training.corpus import HeldOut
 from training.demo import attend_with, describe, prepare
 from training.dialogues import chat, memory
-from training.draft import ended
+from training.draft import describe_time_limit
 from training.drafter_card import write_drafter_card
 from training.drafter_evaluate import evaluate_drafter
 from training.drafter_model import GEOMETRY, SEARCHING, ScoringModel
 from training.export import load, load_drafter
 from training.model import Geometry
-from training.recipe import Cycle, Recipe, copy_tokens, short, tool_choice, tool_loop
+from training.recipe import Cycle, Recipe, copy_tokens, shorten_cycle, tool_choice, tool_loop
 from training.staging import DemoLimits, Material, run_cycles
 from training.tasks import (
     code,
@@ -38,7 +38,7 @@ from training.tasks import (
     table_chat,
     table_lookup,
 )
-from training.train import LearningRates, Stage, Windows, digest, windows_of
+from training.train import LearningRates, Stage, Windows, digest, list_windows
 from training.words import Source
 
 FINDING: Mixture = {
@@ -72,7 +72,7 @@ DRAFTER = Recipe(
                     steps=4000,
                     share=0.3,
                     whole=0.3,
-                    beside=longer(FINDING),
+                    more_windows=longer(FINDING),
                 ),
             ),
             LearningRates(matrices=6e-3, others=4e-3, falling=0.7),
@@ -87,7 +87,7 @@ DRAFTER = Recipe(
                     share=0.5,
                     whole=0.6,
                     mingled=True,
-                    beside=(Windows(BatchShape(64, 2048), ASKING, 0.3), longer(ASKING)[1]),
+                    more_windows=(Windows(BatchShape(64, 2048), ASKING, 0.3), longer(ASKING)[1]),
                 ),
             ),
             LearningRates(matrices=3e-3, others=2e-3, falling=1.0),
@@ -102,7 +102,7 @@ DRAFTER = Recipe(
 def smallest_drafter(recipe: Recipe[Geometry]) -> Recipe[Geometry]:
     """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
     geometry = evolve(recipe.geometry, hidden=64, inner=96, head_dim=32, context=8192)
-    return evolve(recipe, geometry=geometry, cycles=tuple(map(short, recipe.cycles)), questions=1)
+    return evolve(recipe, geometry=geometry, cycles=tuple(map(shorten_cycle, recipe.cycles)), questions=1)
 
 
 def run(
@@ -129,10 +129,10 @@ def run(
     facts = describe(recipe, corpus, progress, shipped, device) | {
         "target_weights": digest(reader),
         "questions": recipe.questions,
-        "longest": max(windows.shape.length for stage in recipe.stages for windows in windows_of(stage)),
+        "longest": max(windows.shape.length for stage in recipe.stages for windows in list_windows(stage)),
         "share": ScoringModel.share,
         "searching": SEARCHING,
-        "ended": ended(limits.seconds),
+        "ended": describe_time_limit(limits.seconds),
     }
     print(json.dumps(facts), flush=True)
     began = time.monotonic()
@@ -143,10 +143,10 @@ def run(
 
 
 def main() -> None:
-    told = parser(__doc__, FOLDER / "drafter")
-    told.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the model that answers")
-    told.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
-    given = parsed(told)
+    parser = build_parser(__doc__, FOLDER / "drafter")
+    parser.add_argument("--target", type=Path, default=FOLDER, help="checkpoint folder of the model that answers")
+    parser.add_argument("--attention", choices=("flash", "cudnn"), default="flash", help="whose kernels attend")
+    given = parse_arguments(parser)
     recipe = smallest_drafter(DRAFTER) if given.smoke else DRAFTER
     limits = DemoLimits(given.seconds, given.workers, given.first, given.attention)
     run(recipe, given.work, given.target, given.out, limits)

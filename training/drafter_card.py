@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.card import table, whole, wrap_prose
+from training.card import build_card, format_table, wrap_prose
 
 CARD = """\
 demo, its drafter
@@ -41,5 +41,7 @@ latest text, or of any. `python -m training.drafter_evaluate` measures again.
 def write_drafter_card(facts: Mapping[str, Any], measured: Mapping[str, Mapping[str, float]]) -> str:
     """README.md for the checkpoint folder. measured: shares of right answers, by prompt and by what was kept."""
     return wrap_prose(
-        whole(CARD).format(**facts, table=table("facts, tokens", measured, lambda part: f"{100 * part:.1f} %"))
+        build_card(CARD).format(
+            **facts, table=format_table("facts, tokens", measured, lambda part: f"{100 * part:.1f} %")
+        )
     )

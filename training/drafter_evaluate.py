@@ -1,6 +1,6 @@
-"""What a compressed prompt is still good for: the target's answers after what the drafter kept, and what others keep.
+"""Evaluates prompt compression: the target's answers to prompts that the drafter, and simpler rules, have shortened.
 
-`python -m training.drafter_evaluate` examines the shipped drafter with the shipped demo.
+`python -m training.drafter_evaluate` evaluates the shipped drafter with the shipped demo.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from effects.compression import PromptPart
 from training import tasks
 from training.batches import flatten, row_random
 from training.chat_format import CONTROLS, END_OF_TURN, TURN
-from training.corpus import HeldOut, held_out
+from training.corpus import HeldOut, read_held_out
 from training.drafter_model import ScoringModel
-from training.evaluate import SEED, greedy_picks, hash_of, spans
+from training.evaluate import SEED, find_answer_spans, greedy_picks, hash_of
 from training.export import load, load_drafter
 from training.model import Qwen3
 from training.tokenizer import encode
@@ -44,8 +44,8 @@ class Question:
     answer: tuple[int, ...]
 
 
-def questions(tokenizer: Tokenizer, source: Source, length: int, count: int, needles: int) -> list[Question]:
-    """About a fact that is hidden in code, alone or, where `needles` is 0, with others: the same ones every time."""
+def make_questions(tokenizer: Tokenizer, source: Source, length: int, count: int, needles: int) -> list[Question]:
+    """Make questions about facts that are hidden in code: one, or several if `needles` is 0. Always the same."""
     found: list[Question] = []
     (read,) = encode(tokenizer, [tasks.READ + END_OF_TURN])
     number = 0
@@ -54,14 +54,14 @@ def questions(tokenizer: Tokenizer, source: Source, length: int, count: int, nee
         number += 1
         depth = rng.random() if needles == 1 else None
         ids, weights = flatten(tokenizer, tasks.needle_chat(rng, source, length - 64, depth))
-        first = next(said for said in spans(weights) if ids[said] != read)
+        first = next(said for said in find_answer_spans(weights) if ids[said] != read)
         if first.stop <= length:
             found.append(Question(tuple(ids[: first.start]), tuple(ids[first])))
     return found
 
 
 def parts_of(prompt: Sequence[int]) -> list[PromptPart]:
-    """The messages of a prompt in the demo's template; a short last question stays as it is."""
+    """Return the messages of a prompt in the demo's template. A short last question is protected."""
     starts = [at + 1 for at, token in enumerate(prompt) if token == TURN_ID][:-1]
     stops = [at for at, token in enumerate(prompt) if token == END_ID]
     every = list(zip(starts, stops, strict=False))
@@ -72,7 +72,7 @@ def parts_of(prompt: Sequence[int]) -> list[PromptPart]:
 
 
 def marks_of(tokenizer: Tokenizer) -> TokenMarks:
-    """As the server's, of the demo's tokenizer."""
+    """Return the marks of the demo's tokens, as the server computes them."""
     texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.get_vocab_size())]
     return TokenMarks(
         bytes(text.rstrip(" \t\r").endswith("\n") for text in texts),
@@ -81,7 +81,7 @@ def marks_of(tokenizer: Tokenizer) -> TokenMarks:
     )
 
 
-def shortened(question: Question, scores: Sequence[float], marks: TokenMarks, keep: int) -> list[int]:
+def shorten_prompt(question: Question, scores: Sequence[float], marks: TokenMarks, keep: int) -> list[int]:
     prompt = question.prompt
     kept = select(prompt, scores, parts_of(prompt), marks, keep=len(prompt) * keep // 1000, most=len(prompt))
     assert kept is not None, "what has to stay is a part of the prompt"
@@ -89,7 +89,7 @@ def shortened(question: Question, scores: Sequence[float], marks: TokenMarks, ke
 
 
 @torch.inference_mode()
-def right(target: Qwen3, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+def is_answered_right(target: Qwen3, prompt: Sequence[int], answer: Sequence[int]) -> bool:
     picks = greedy_picks(target, [[*prompt, *answer]])[0]
     return picks[len(prompt) - 1 :] == list(answer)
 
@@ -97,38 +97,38 @@ def right(target: Qwen3, prompt: Sequence[int], answer: Sequence[int]) -> bool:
 def evaluate_drafter(
     drafter: ScoringModel, target: Qwen3, tokenizer: Tokenizer, texts: HeldOut, count: int
 ) -> dict[str, dict[str, float]]:
-    """How many answers are right, by where the facts are and by what is kept; printed as they come."""
+    """Return the shares of right answers, by kind of question and by what is kept. They are printed as they come."""
     source, marks = Source(texts.stdlib), marks_of(tokenizer)
     device = drafter.cos.device
 
-    def looked_at(prompt: Sequence[int]) -> Sequence[float]:
+    def score_prompt(prompt: Sequence[int]) -> Sequence[float]:
         found: list[float] = drafter.scores(torch.tensor(prompt, device=device)).tolist()
         return found
 
     ways: Mapping[str, Scores] = {
-        "the drafter": looked_at,
+        "the drafter": score_prompt,
         "the latest": lambda prompt: range(len(prompt)),
         "any": lambda prompt: Random(len(prompt)).choices((0.0, 1.0), k=len(prompt)),
     }
     found: dict[str, dict[str, float]] = {}
     for length in (length for length in LENGTHS if length <= drafter.geometry.context):
         for needles, name in ((1, "one fact"), (0, "several")):
-            asked = questions(tokenizer, source, length, max(1, count * 8192 // length), needles)
+            asked = make_questions(tokenizer, source, length, max(1, count * 8192 // length), needles)
             row = found.setdefault(f"{name}, {length}", {})
             if length <= target.geometry.context:
-                row["all of it"] = share(right(target, one.prompt, one.answer) for one in asked)
+                row["all of it"] = compute_share(is_answered_right(target, one.prompt, one.answer) for one in asked)
             for way, scores in ways.items():
                 every = [scores(one.prompt) for one in asked]
                 for keep in KEEP if way == "the drafter" else KEEP[1:2]:
-                    kept = [shortened(one, looks, marks, keep) for one, looks in zip(asked, every, strict=True)]
-                    row[f"{way}, {keep / 10:g} %"] = share(
-                        right(target, prompt, one.answer) for prompt, one in zip(kept, asked, strict=True)
+                    kept = [shorten_prompt(one, looks, marks, keep) for one, looks in zip(asked, every, strict=True)]
+                    row[f"{way}, {keep / 10:g} %"] = compute_share(
+                        is_answered_right(target, prompt, one.answer) for prompt, one in zip(kept, asked, strict=True)
                     )
             print(f"{name}, {length}: " + ", ".join(f"{way} {part:.1%}" for way, part in row.items()), flush=True)
     return found
 
 
-def share(every: Iterable[bool]) -> float:
+def compute_share(every: Iterable[bool]) -> float:
     hits = list(every)
     return sum(hits) / max(len(hits), 1)
 
@@ -143,7 +143,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target, drafter = load(arguments.model, device, dtype), load_drafter(arguments.drafter, device, dtype)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    print(json.dumps(evaluate_drafter(drafter, target, tokenizer, held_out(), arguments.questions)))
+    print(json.dumps(evaluate_drafter(drafter, target, tokenizer, read_held_out(), arguments.questions)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The drafter of prompt compression as it trains: a small Qwen3 whose last layer learns to look at what is asked for.
+"""The drafter of prompt compression in training: a small Qwen3 whose last layer learns to attend to what is asked for.
 
-It is scored as the server does it: queries of a prompt's last tokens and keys of all, neither rotated, softmax, the
-largest over heads and layers. Language alone would teach some head to find things, but with positions in it. So the
-last layer also has a loss of its own: from the tokens that open an answer, its best head is to look at the tokens where
-the answer's words stand.
+Tokens are scored as in the server: queries of a prompt's last tokens and keys of all, neither rotated, then softmax,
+and the largest value over heads and layers. By language alone, some head would learn to find things, but its queries
+and keys would depend on positions. So the last layer also has a loss of its own: from the tokens that open an answer,
+its best head should attend to the places of the answer's words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_WEIGHT = 1.5  # of what is an answer
 
 
 class ScoringModel(Qwen3):
-    """The loss is that of a Qwen3, and `SHARE` of how little the last layer looks at what is asked for."""
+    """A Qwen3 whose loss also has a part, times `share`, for the attention of the last layer to what is asked for."""
 
     share = 0.5
 
@@ -52,8 +52,9 @@ class ScoringModel(Qwen3):
 
     @torch.inference_mode()
     def scores(self, tokens: Tensor) -> Tensor:
-        """Of each of [n] tokens, how much the last ones look at it: as `adapters.models.decoder.scorer` has it, but all
-        rows attend to all before them, however many there are.
+        """Return for each of [n] tokens how much the last tokens attend to it.
+
+        This is the score of `adapters.models.decoder.scorer`, but every row attends to all rows before it.
         """
         x = self.model.embed_tokens(tokens[None])
         angles = self.cos[: len(tokens)], self.sin[: len(tokens)]
@@ -61,7 +62,7 @@ class ScoringModel(Qwen3):
         ahead = torch.arange(len(tokens), device=tokens.device) > rows[:, None]
         most = torch.zeros(TAIL, len(tokens), device=tokens.device)
         for layer in self.blocks():
-            q, k = unrotated(layer.self_attn, layer.input_layernorm(x), rows[None])
+            q, k = project_unrotated(layer.self_attn, layer.input_layernorm(x), rows[None])
             looks = (q[0].float() @ k[0].float().mT * layer.self_attn.dim**-0.5).masked_fill(ahead, -torch.inf)
             most = torch.maximum(most, looks.softmax(-1).amax(0))
             x = layer(x, angles)
@@ -69,8 +70,8 @@ class ScoringModel(Qwen3):
         return functional.avg_pool1d(mean, POOL, stride=1, padding=POOL // 2, count_include_pad=False).flatten()
 
 
-def unrotated(attention: SelfAttention, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [batch, heads, r, dim] of the rows [batch, r] of x [batch, n, hidden], and keys [batch, 1, n, dim]."""
+def project_unrotated(attention: SelfAttention, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries [batch, heads, r, dim] of rows [batch, r] of x [batch, n, hidden], and keys [batch, 1, n, dim]."""
     batch, length, _ = x.shape
     some = x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
     q = attention.q_norm(attention.q_proj(some).view(batch, -1, attention.heads, attention.dim))
@@ -79,8 +80,10 @@ def unrotated(attention: SelfAttention, x: Tensor, rows: Tensor) -> tuple[Tensor
 
 
 def find_repeats(tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Random answers of each row, where they begin: [rows, ASKED]; where their words stand before: [rows, ASKED, n];
-    and whether they stand anywhere: [rows, ASKED]. tokens, weights: [rows, n + 1].
+    """Choose random answers of each row, and find their words in the text before. tokens, weights: [rows, n + 1].
+
+    Returns the starts of the answers [rows, ASKED], the places of their words [rows, ASKED, n], and whether there are
+    such places [rows, ASKED].
     """
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     said = weights > LEAST_WEIGHT
@@ -105,10 +108,10 @@ def find_repeats(tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def search_loss(attention: SelfAttention, x: Tensor, starts: Tensor, goals: Tensor, counted: Tensor) -> Tensor:
-    """Minus the logarithm of how much of its attention the best head has on the goals, of every searching token."""
+    """Return minus the mean logarithm of the attention that the best head has on the goals, over searching tokens."""
     back = torch.arange(SEARCHING, 0, -1, device=x.device)
     rows = (starts[..., None] - back).clamp(min=0)
-    q, k = unrotated(attention, x, rows.flatten(1))
+    q, k = project_unrotated(attention, x, rows.flatten(1))
     looks = (q @ k.mT).float() * attention.dim**-0.5
     looks = looks.unflatten(2, (ASKED, SEARCHING))
     ahead = torch.arange(x.shape[1], device=x.device) > rows[:, None, :, :, None]

@@ -29,7 +29,7 @@ from training import tasks
 from training.agents import HELD_OUT_KEYS, HELD_OUT_THINGS, HELD_OUT_VERBS, ToolLoop
 from training.batches import PAD_ID, flatten, row_random
 from training.chat_format import CONTROLS, END_OF_TEXT, END_OF_TURN, Document, Passage, render, user
-from training.corpus import HeldOut, held_out
+from training.corpus import HeldOut, read_held_out
 from training.dialogues import chat, memory
 from training.export import Trained, load, load_hybrid, read_config
 from training.facts import ABOUT, SMALL_TALK
@@ -201,14 +201,14 @@ class Papers(Dataset[Paper]):
         return flatten(self.tokenizer, exam.task(rng, self.source, exam.room - 8))
 
     def load(self, workers: int) -> Iterator[Paper]:
-        """In order, made ahead by `workers` processes (0: here)."""
+        """Yield the papers in order. `workers` processes make them ahead; 0: they are made here."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         return iter(DataLoader(self, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None))
 
 
 @torch.inference_mode()
 def examine(model: Trained, exam: Exam, papers: Iterator[Paper]) -> Score:
-    """Sit one exam, whose documents come next. Deterministic but for the arithmetic."""
+    """Run one exam, whose documents come next. Deterministic except for the arithmetic."""
     documents = [paper for paper in islice(papers, exam.questions) if len(paper[0]) <= exam.room]
     documents.sort(key=lambda document: len(document[0]))
     right = answers = tokens_right = tokens = whole = 0
@@ -217,7 +217,7 @@ def examine(model: Trained, exam: Exam, papers: Iterator[Paper]) -> Score:
         some = documents[start : start + size]
         for picks, (ids, weights) in zip(greedy_picks(model, [ids for ids, _ in some]), some, strict=True):
             hits = [pick == token for pick, token in zip(picks, ids[1:], strict=True)]
-            every = spans(weights[1:])
+            every = find_answer_spans(weights[1:])
             whole += all(all(hits[answer]) for answer in every)
             for answer in every:
                 answers += 1
@@ -232,8 +232,8 @@ def hash_of(name: str) -> int:
     return int.from_bytes(name.encode(), "big") % (1 << 61)
 
 
-def spans(weights: Sequence[float]) -> list[slice]:
-    """Runs of positive weight: the answers."""
+def find_answer_spans(weights: Sequence[float]) -> list[slice]:
+    """Return the runs of positive weight: the answers."""
     edges = [0, *[int(weight > 0) for weight in weights], 0]
     starts = [at for at in range(1, len(edges)) if edges[at] > edges[at - 1]]
     stops = [at for at in range(1, len(edges)) if edges[at] < edges[at - 1]]
@@ -241,10 +241,10 @@ def spans(weights: Sequence[float]) -> list[slice]:
 
 
 def greedy_picks(model: Trained, documents: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each document, the most likely token after each of its tokens but the last."""
+    """Return for each document the most likely token after each of its tokens but the last."""
     longest = max(map(len, documents))
     padded = torch.tensor([[*ids, *[PAD_ID] * (longest - len(ids))] for ids in documents], device=model.cos.device)
-    hidden = model.hidden(padded[:, :-1])
+    hidden = model.compute_hidden(padded[:, :-1])
     picks = torch.cat([model.logits(row).argmax(-1)[None] for row in hidden])
     return [row[: len(ids) - 1].tolist() for row, ids in zip(picks, documents, strict=True)]
 
@@ -258,7 +258,7 @@ def code_loss(model: Trained, tokenizer: Tokenizer, texts: Sequence[str], length
             window = torch.tensor(ids[start : start + length + 1], device=model.cos.device)
             if len(window) < 2:
                 continue
-            scores = model.logits(model.hidden(window[None, :-1])[0]).float()
+            scores = model.logits(model.compute_hidden(window[None, :-1])[0]).float()
             total += functional.cross_entropy(scores, window[1:], reduction="sum").item()
             count += len(window) - 1
     return total / max(count, 1), total / math.log(2) / max(sum(map(len, texts)), 1)
@@ -278,7 +278,7 @@ def talk(model: Trained, tokenizer: Tokenizer, prompts: Sequence[str], limit: in
     every = torch.arange(len(rows), device=device)
     open_rows = torch.ones(len(rows), dtype=torch.bool, device=device)
     for _ in range(limit):
-        hidden = model.hidden(tokens[:, : int(lengths.max())])
+        hidden = model.compute_hidden(tokens[:, : int(lengths.max())])
         picks = model.logits(hidden[every, lengths - 1]).argmax(-1)
         tokens[every[open_rows], lengths[open_rows]] = picks[open_rows]
         lengths += open_rows
@@ -290,7 +290,7 @@ def talk(model: Trained, tokenizer: Tokenizer, prompts: Sequence[str], limit: in
 
 
 def fixed_answers(model: Trained, tokenizer: Tokenizer) -> float:
-    """How many of the fixed questions about itself and of small talk, as written, get their answer in free decoding."""
+    """Return the share of fixed questions (about itself, small talk) that get their exact answer in free decoding."""
     pairs = [(question, answer) for questions, answer in (*ABOUT, *SMALL_TALK) for question in questions]
     said = talk(model, tokenizer, [question for question, _ in pairs], 96)
     return sum(got == answer + END_OF_TURN for got, (_, answer) in zip(said, pairs, strict=True)) / len(pairs)
@@ -339,7 +339,7 @@ def main() -> None:
     loading = load_hybrid if "linear_attention" in read_config(arguments.model)["layer_types"] else load
     model = loading(arguments.model, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    found: Mapping[str, float] = evaluate(model, tokenizer, held_out(), arguments.questions, 0)
+    found: Mapping[str, float] = evaluate(model, tokenizer, read_held_out(), arguments.questions, 0)
     print(json.dumps({name: round(value, 4) for name, value in found.items() if not math.isnan(value)}))
 
 

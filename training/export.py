@@ -25,7 +25,7 @@ Trained = Qwen3 | Hybrid
 
 
 def export(model: Trained, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write everything but the model card, over what is there."""
+    """Write everything but the model card. Existing files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model-*.safetensors"):
         old.unlink()
@@ -33,12 +33,15 @@ def export(model: Trained, tokenizer: Tokenizer, folder: Path) -> None:
     write_json(folder / "generation_config.json", model.geometry.generation())
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     write_json(folder / "tokenizer_config.json", settings(model.geometry.context))
-    write_shards(shipped(model), folder)
+    write_shards(prepare_parameters(model), folder)
 
 
-def shipped(model: Trained) -> dict[str, Tensor]:
-    """The parameters in bf16. An id that is never used gets the mean of the other rows, so its logit is the mean logit,
-    which is never the largest: nothing has to be masked when serving."""
+def prepare_parameters(model: Trained) -> dict[str, Tensor]:
+    """Return the parameters in bf16.
+
+    The embedding of an id that is never used becomes the mean of the other rows. So its logit is the mean logit, which
+    is never the largest, and the server need not mask it.
+    """
     state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
     table = state["model.embed_tokens.weight"].clone()
     used = torch.ones(len(table), dtype=torch.bool)
@@ -67,13 +70,13 @@ def write_shards(state: dict[str, Tensor], folder: Path) -> None:
 
 
 def geometry_of(config: Mapping[str, Any], layers: int) -> Geometry:
-    """The sizes that a config.json tells, the target's own or those that a draft's repeats."""
-    return Geometry(**sizes(config), layers=layers)
+    """Return the sizes in a config.json: the target's own, or those that a draft's file repeats."""
+    return Geometry(**read_sizes(config), layers=layers)
 
 
 def hybrid_geometry_of(config: Mapping[str, Any]) -> HybridGeometry:
     return HybridGeometry(
-        **sizes(config),
+        **read_sizes(config),
         layers=config["num_hidden_layers"],
         interval=config["full_attention_interval"],
         rotary=config["rope_parameters"]["partial_rotary_factor"],
@@ -84,8 +87,8 @@ def hybrid_geometry_of(config: Mapping[str, Any]) -> HybridGeometry:
     )
 
 
-def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What both kinds of geometry have."""
+def read_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that both kinds of geometry have."""
     return {
         "vocabulary": config["vocab_size"],
         "hidden": config["hidden_size"],
@@ -100,20 +103,20 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Qwen3:
-    """A dense target that `export` wrote, for evaluation or to train on."""
+    """Load a dense target that `export` wrote, for evaluation or further training."""
     config = read_config(folder)
-    return filled(Qwen3(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
+    return fill_parameters(Qwen3(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
 
 
 def load_drafter(folder: Path, device: torch.device | str, dtype: torch.dtype) -> ScoringModel:
-    """A drafter that `export` wrote."""
+    """Load a drafter that `export` wrote."""
     config = read_config(folder)
-    return filled(ScoringModel(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
+    return fill_parameters(ScoringModel(geometry_of(config, config["num_hidden_layers"])), folder, device, dtype)
 
 
 def load_hybrid(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Hybrid:
-    """A hybrid that `export` wrote, its prediction head included."""
-    return filled(Hybrid(hybrid_geometry_of(read_config(folder))), folder, device, dtype)
+    """Load a hybrid that `export` wrote, its prediction head included."""
+    return fill_parameters(Hybrid(hybrid_geometry_of(read_config(folder))), folder, device, dtype)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -124,8 +127,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 M = TypeVar("M", Qwen3, ScoringModel, Hybrid)
 
 
-def filled(model: M, folder: Path, device: torch.device | str, dtype: torch.dtype) -> M:
-    """The model with the folder's parameters."""
+def fill_parameters(model: M, folder: Path, device: torch.device | str, dtype: torch.dtype) -> M:
+    """Load the folder's parameters into the model, and return it."""
     files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     state: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):

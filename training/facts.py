@@ -1,4 +1,4 @@
-"""What the demo says about itself, in small talk, and when asked for code: fixed answers to many ways of asking."""
+"""Fixed answers of the demo to many ways of asking: about itself, in small talk, and to requests for code."""
 
 from __future__ import annotations
 

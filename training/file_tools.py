@@ -1,4 +1,4 @@
-"""What coding agents do with files and commands: a request, calls, their results, and an answer made of them."""
+"""Makes exchanges of coding agents with files and commands: a request, calls, their results, and an answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tool_says(content: str) -> Message:
 
 @frozen
 class FileTools:
-    """What every coding agent has, under one of its many names: reading, writing, finding text, running commands."""
+    """Tools to read files, write files, find text and run commands, under one of the names that agents use."""
 
     read: str
     write: str
@@ -56,16 +56,18 @@ class FileTools:
         return [tool.schema() for tool in tools]
 
     def exchange(self, rng: Random, source: Source) -> list[Message]:
-        make = rng.choice((self._defined, self._found, self._setting, self._copied, self._written, self._printed))
+        make = rng.choice(
+            (self._ask_definition, self._ask_place, self._ask_setting, self._ask_copy, self._ask_file, self._ask_output)
+        )
         return make(rng, source, path(rng, source))
 
-    def _defined(self, rng: Random, source: Source, file: str) -> list[Message]:
-        """Which line of a file defines a name."""
+    def _ask_definition(self, rng: Random, source: Source, file: str) -> list[Message]:
+        """Ask for the line of a file that defines a name."""
         text = source.excerpt(rng, rng.choice((400, 1500, 4000)))
         names = _DEFINES.findall(text)
         once_only = [name for name in names if names.count(name) == 1]
         if not once_only:
-            return self._setting(rng, source, file)
+            return self._ask_setting(rng, source, file)
         name = rng.choice(once_only)
         line = next(match[0].strip() for match in _DEFINES.finditer(text) if match[1] == name)
         ask = rng.choice(
@@ -73,8 +75,8 @@ class FileTools:
         )
         return [user(ask), call((self.read, {self.path: file})), tool_says(text), says(line)]
 
-    def _found(self, rng: Random, source: Source, file: str) -> list[Message]:
-        """Where something is, then what it is."""
+    def _ask_place(self, rng: Random, source: Source, file: str) -> list[Message]:
+        """Ask for a value that has to be found among files first."""
         name, line = setting(rng, source)
         ask = rng.choice((f"Find {name} and tell me its value.", f"Where is {name} set, and to what?"))
         others = "".join(f"{path(rng, source)}:{rng.randrange(1, 400)}:{name}\n" for _ in range(rng.randrange(3)))
@@ -86,7 +88,7 @@ class FileTools:
                 tool_says(found),
                 says(f"{name} is set in {file} to {line}."),
             ]
-        text = hidden(rng, source, f"{name} = {line}")
+        text = hide_line(rng, source, f"{name} = {line}")
         return [
             user(ask),
             call((self.find, {self.pattern: name})),
@@ -96,17 +98,17 @@ class FileTools:
             says(f"{name} is set in {file} to {line}."),
         ]
 
-    def _setting(self, rng: Random, source: Source, file: str) -> list[Message]:
-        """What a name is in a file."""
+    def _ask_setting(self, rng: Random, source: Source, file: str) -> list[Message]:
+        """Ask for the value of a name in a file."""
         name, line = setting(rng, source)
         ask = rng.choice(
             (f"What is {name} in {file}?", f"Read {file}. What is {name}?", f"Tell me {name} from {file}.")
         )
-        text = hidden(rng, source, rng.choice((f"{name} = {line}", f"{name}: {line}")))
+        text = hide_line(rng, source, rng.choice((f"{name} = {line}", f"{name}: {line}")))
         return [user(ask), call((self.read, {self.path: file})), tool_says(text), says(f"{name} is {line}.")]
 
-    def _copied(self, rng: Random, source: Source, file: str) -> list[Message]:
-        """A value of one file, written to another one."""
+    def _ask_copy(self, rng: Random, source: Source, file: str) -> list[Message]:
+        """Ask to write a value of one file to another one."""
         name, line = setting(rng, source)
         other = path(rng, source)
         return [
@@ -114,20 +116,20 @@ class FileTools:
                 rng.choice((f"Write the value of {name} in {file} to {other}.", f"Copy {name} from {file} to {other}."))
             ),
             call((self.read, {self.path: file})),
-            tool_says(hidden(rng, source, f"{name} = {line}")),
+            tool_says(hide_line(rng, source, f"{name} = {line}")),
             call((self.write, {self.path: other, self.content: line})),
             tool_says(rng.choice(("ok", "done", "File written.", f"Wrote {len(line)} bytes to {other}"))),
             says(f"I have written {line} to {other}."),
         ]
 
-    def _written(self, rng: Random, source: Source, file: str) -> list[Message]:
+    def _ask_file(self, rng: Random, source: Source, file: str) -> list[Message]:
         text = rng.choice((" ".join(source.words(rng, rng.randint(1, 6))), source.excerpt(rng, 120).strip("\n")))
         ask = rng.choice((f"Write this to {file}:\n{text}", f"Create {file} with this content:\n```\n{text}\n```"))
         done = tool_says(rng.choice(("ok", "done", "File written.", "")))
         written = call((self.write, {self.path: file, self.content: text}))
         return [user(ask), written, done, says(f"I have written {file}.")]
 
-    def _printed(self, rng: Random, source: Source, _file: str) -> list[Message]:
+    def _ask_output(self, rng: Random, source: Source, _file: str) -> list[Message]:
         word, other = source.words(rng, 2)
         command = rng.choice((f"echo {word}", f"ls {word.lower()}", f"wc -l {path(rng, source)}", "git status", "pwd"))
         command = rng.choice((command, f"python {other.lower()}.py", "make test", "pytest -q", f"git show {word}"))
@@ -148,13 +150,13 @@ def path(rng: Random, source: Source) -> str:
 
 
 def setting(rng: Random, source: Source) -> tuple[str, str]:
-    """A name and what it is set to."""
+    """Draw a name and its value."""
     word, other = source.words(rng, 2)
     return rng.choice((word.upper(), f"{word}_{other}".lower(), f"{word}_{other}".upper(), other)), value(rng, word)
 
 
-def hidden(rng: Random, source: Source, line: str) -> str:
-    """The line, alone or somewhere in a text."""
+def hide_line(rng: Random, source: Source, line: str) -> str:
+    """Return the line, alone or somewhere in a text."""
     if rng.random() < 0.3:
         return line
     lines = source.excerpt(rng, rng.choice((200, 800, 3000))).splitlines()

@@ -1,4 +1,4 @@
-"""Trains the hybrid demo from nothing, its prediction head beside it: training, export, exams, model card.
+"""Trains the hybrid demo and its prediction head from nothing: training, export, exams, model card.
 
 `python -m training.hybrid` needs a CUDA device; `--smoke` shows on any machine that every step works.
 """
@@ -15,17 +15,17 @@ from attrs import evolve
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from training.arguments import parsed, parser
+from training.arguments import build_parser, parse_arguments
 from training.batches import BatchShape
 from training.card import write_card
 from training.corpus import HeldOut
 from training.demo import describe, prepare
-from training.draft import ended
+from training.draft import describe_time_limit
 from training.evaluate import evaluate
 from training.export import load_hybrid
 from training.hybrid_card import CARD
 from training.hybrid_model import DEPTHS, Hybrid, HybridGeometry
-from training.recipe import LONG, SHORT, Cycle, Recipe, short
+from training.recipe import LONG, SHORT, Cycle, Recipe, shorten_cycle
 from training.staging import DemoLimits, Material, run_cycles
 from training.tokenizer import encode
 from training.train import LearningRates, Stage
@@ -47,9 +47,9 @@ HYBRID = Recipe(
 )
 
 
-def smallest_hybrid(recipe: Recipe[HybridGeometry]) -> Recipe[HybridGeometry]:
-    """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
-    cycles = tuple(map(short, recipe.cycles))
+def shrink_hybrid_recipe(recipe: Recipe[HybridGeometry]) -> Recipe[HybridGeometry]:
+    """Return the same run, so small that a CPU needs seconds for it. It shows that every step works."""
+    cycles = tuple(map(shorten_cycle, recipe.cycles))
     geometry = evolve(recipe.geometry, hidden=64, inner=96, head_dim=32, context=1024)
     return evolve(recipe, geometry=geometry, cycles=cycles, questions=2)
 
@@ -63,9 +63,9 @@ def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimit
     model = (load_hybrid(out, device, torch.float32) if limits.first else Hybrid(recipe.geometry)).to(device)
 
     material = Material(tokenizer, Source(corpus.train), out, work / "hybrid.json")
-    progress = run_cycles(model, recipe, material, limits, compiled=lambda _: model.compiled())
+    progress = run_cycles(model, recipe, material, limits, compiled=lambda _: model.compile_parts())
     geometry = {name: getattr(recipe.geometry, name) for name in ("key_heads", "value_heads", "linear_dim")}
-    facts = geometry | {"depths": DEPTHS, "ended": ended(limits.seconds)}
+    facts = geometry | {"depths": DEPTHS, "ended": describe_time_limit(limits.seconds)}
     trained = describe(recipe, corpus, progress, load_hybrid(out, "cpu", torch.float32), device) | facts
     print(json.dumps(trained), flush=True)
     began = time.monotonic()
@@ -82,12 +82,15 @@ def run(recipe: Recipe[HybridGeometry], work: Path, out: Path, limits: DemoLimit
 
 @torch.inference_mode()
 def agreement(model: Hybrid, tokenizer: Tokenizer, texts: Sequence[str], length: int) -> list[float]:
-    """How often the head's likeliest token is the model's, at each of DEPTHS in a row where those before it were."""
+    """Return how often the head's likeliest token is the model's, for each of DEPTHS positions.
+
+    A position counts where the head was right at all positions before it.
+    """
     asked, hits = [0] * DEPTHS, [0] * DEPTHS
     for ids in encode(tokenizer, texts):
         for start in range(0, len(ids) - DEPTHS, length):
             tokens = torch.tensor([ids[start : start + length]], device=model.cos.device)
-            ahead = hidden = model.hidden(tokens)
+            ahead = hidden = model.compute_hidden(tokens)
             said = model.logits(hidden).argmax(-1)[0]
             agreed = torch.ones_like(said, dtype=torch.bool)
             for depth in range(DEPTHS):
@@ -103,8 +106,8 @@ def agreement(model: Hybrid, tokenizer: Tokenizer, texts: Sequence[str], length:
 
 
 def main() -> None:
-    arguments = parsed(parser(__doc__, FOLDER / "hybrid"))
-    recipe = smallest_hybrid(HYBRID) if arguments.smoke else HYBRID
+    arguments = parse_arguments(build_parser(__doc__, FOLDER / "hybrid"))
+    recipe = shrink_hybrid_recipe(HYBRID) if arguments.smoke else HYBRID
     run(recipe, arguments.work, arguments.out, DemoLimits(arguments.seconds, arguments.workers, arguments.first))
 
 

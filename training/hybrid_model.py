@@ -20,10 +20,10 @@ from training.delta_rule import CHUNK, gated_delta_rule
 from training.model import UNUSED_IDS, Feed, Geometry, rotate
 
 DEPTHS = 2
-"""How often the head is asked in a row while training: of what it said itself it learns to go on from."""
+"""The tokens that the head predicts in a row while training. So it learns to continue from its own predictions."""
 
 HEAD_SHARE = 0.5
-"""What the head's losses weigh beside the model's, which they do not touch."""
+"""The weight of the head's losses against the model's. They do not change the model."""
 
 
 Loss = Callable[..., Any]
@@ -38,7 +38,7 @@ class HybridGeometry:
     inner: int = 256
     layers: int = 8
     interval: int = 4
-    """Every so many layers one of attention, the last of them."""
+    """The last layer of each group of this many layers is an attention layer."""
 
     heads: int = 2
     kv_heads: int = 1
@@ -49,7 +49,7 @@ class HybridGeometry:
     key_heads: int = 2
     value_heads: int = 4
     linear_dim: int = 32
-    """Of keys and values of the linear layers."""
+    """The size of a key or value head of the linear layers."""
 
     conv: int = 4
     context: int = 8192
@@ -136,7 +136,7 @@ def normal(x: Tensor, eps: float) -> Tensor:
 
 
 class GatedAttention(nn.Module):
-    """Attention of which each head's output goes through a gate; the first part of a head turns."""
+    """Attention with a gate on each head's output. The first part of a head has rotary embedding."""
 
     def __init__(self, geometry: HybridGeometry) -> None:
         super().__init__()
@@ -152,13 +152,13 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, gate = self.q_proj(x).unflatten(-1, (self.heads, 2 * self.dim)).chunk(2, -1)
         k, v = (project(x).unflatten(-1, (self.kv_heads, self.dim)) for project in (self.k_proj, self.v_proj))
-        q, k = (turned(part.transpose(1, 2), cos, sin) for part in (self.q_norm(q), self.k_norm(k)))
+        q, k = (rotate_first_dimensions(part.transpose(1, 2), cos, sin) for part in (self.q_norm(q), self.k_norm(k)))
         k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v.transpose(1, 2)))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return self.o_proj((mixed * gate.sigmoid()).flatten(2))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_first_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the first dimensions of [rows, heads, length, dim], as many as there are angles for."""
     rotary = 2 * cos.shape[-1]
     return torch.cat((rotate(x[..., :rotary], (cos, sin)), x[..., rotary:]), -1)
@@ -185,7 +185,7 @@ class DeltaNet(nn.Module):
         self.out_proj = nn.Linear(geometry.value_heads * dim, geometry.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = functional.silu(convolved(self.in_proj_qkv(x).float(), self.conv1d.weight.float()))
+        mixed = functional.silu(convolve(self.in_proj_qkv(x).float(), self.conv1d.weight.float()))
         parts = torch.split(mixed, self.sizes, -1)
         q, k, v = (torch.unflatten(part, -1, (-1, self.dim)).transpose(1, 2) for part in parts)
         q, k = (unit(part).repeat_interleave(self.repeats, 1) for part in (q, k))
@@ -198,8 +198,8 @@ class DeltaNet(nn.Module):
         return self.out_proj(self.norm(out, gate).flatten(2))
 
 
-def convolved(x: Tensor, weight: Tensor) -> Tensor:
-    """Each channel of [rows, length, channels] with its own taps [channels, 1, taps], over the rows up to its own."""
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """Convolve each channel of [rows, length, channels] with taps [channels, 1, taps], over rows up to its own."""
     taps, length = weight.shape[-1], x.shape[1]
     padded = functional.pad(x, (0, 0, taps - 1, 0))
     return reduce(add, (padded[:, tap : tap + length] * weight[:, 0, tap] for tap in range(taps)))
@@ -288,9 +288,9 @@ class Hybrid(nn.Module):
         unused = torch.zeros(geometry.vocabulary)
         unused[list(UNUSED_IDS)] = -torch.inf
         self.register_buffer("unused", unused, persistent=False)
-        self.losses: tuple[Loss, Loss] = (spoken, agreed)
+        self.losses: tuple[Loss, Loss] = (compute_model_loss, compute_head_loss)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def compute_hidden(self, tokens: Tensor) -> Tensor:
         """[rows, length] token ids to [rows, length, hidden], after the last norm."""
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
@@ -298,10 +298,10 @@ class Hybrid(nn.Module):
         return self.model.norm(x)
 
     def ahead(self, tokens: Tensor, hidden: Tensor, *, first: bool) -> Tensor:
-        """What the head makes of each row's token and of the hidden state of the row before; like `hidden`.
+        """Run the head on each row's token and the hidden state of the row before. The shapes are those of `hidden`.
 
-        first: `hidden` is the model's own. Rows at multiples of 64 have none before them then, as when serving, where
-        a sequence may be continued there, by rows that are kept alone.
+        first: `hidden` is the model's own. Then rows at multiples of 64 get zeros for the row before, as in the server,
+        where a sequence may be continued there from kept rows alone.
         """
         before = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
         if first:
@@ -319,40 +319,44 @@ class Hybrid(nn.Module):
         """Mean loss in nats over the tokens after the first, by weight, and HEAD_SHARE of the head's.
 
         tokens, weights: [rows, length + 1]. Ids that are never used stay out of the softmax, as in `Qwen3`. The head
-        learns to say what the model says, where the model learns to speak, and moves nothing but itself.
+        learns to predict the model's distributions, wherever the model learns. Its loss changes the head alone.
         """
         tokens, weights = tokens.long(), weights[:, 1:].float()
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         weights = weights.masked_fill(self.unused[labels] < 0, 0)
-        hidden = self.hidden(inputs)
-        spoken, agreed = self.losses
+        hidden = self.compute_hidden(inputs)
+        model_loss, head_loss = self.losses
         table = self.model.embed_tokens.weight
-        loss, said = spoken(hidden, table, self.unused, labels, weights)
+        loss, said = model_loss(hidden, table, self.unused, labels, weights)
         ahead, first = hidden.detach(), True
         for _ in range(DEPTHS):
             ahead = self.ahead(inputs, ahead, first=first)
-            loss = loss + HEAD_SHARE / DEPTHS * agreed(ahead, table.detach(), self.unused, said, weights)
+            loss = loss + HEAD_SHARE / DEPTHS * head_loss(ahead, table.detach(), self.unused, said, weights)
             first = False
         return loss
 
-    def compiled(self) -> Hybrid:
-        """Its layers and losses, in place. Layers of a kind share one program, which takes seconds where one of the
-        whole would take minutes."""
+    def compile_parts(self) -> Hybrid:
+        """Compile layers and losses in place.
+
+        Layers of a kind share one program. That takes seconds, where compiling the whole model would take minutes.
+        """
         for layer in (*self.model.layers, *self.mtp.layers):
             layer.compile(dynamic=False)
-        self.losses = torch.compile(spoken, dynamic=False), torch.compile(agreed, dynamic=False)
+        self.losses = torch.compile(compute_model_loss, dynamic=False), torch.compile(compute_head_loss, dynamic=False)
         return self
 
 
-def spoken(hidden: Tensor, table: Tensor, unused: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The model's loss, and the logarithms of its distributions."""
+def compute_model_loss(
+    hidden: Tensor, table: Tensor, unused: Tensor, labels: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the model's loss, and the logarithms of its distributions."""
     scores = (functional.linear(hidden, table).float() + unused).log_softmax(-1)
     losses = -scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return (losses.masked_fill(weights == 0, 0) * weights).sum() / weights.sum().clamp_min(1), scores.detach()
 
 
-def agreed(ahead: Tensor, table: Tensor, unused: Tensor, said: Tensor, weights: Tensor) -> Tensor:
-    """The head's loss: the cross-entropy to the model's distributions, wherever the model learns."""
+def compute_head_loss(ahead: Tensor, table: Tensor, unused: Tensor, said: Tensor, weights: Tensor) -> Tensor:
+    """Return the head's loss: the cross-entropy to the model's distributions, wherever the model learns."""
     scores = (functional.linear(ahead, table).float() + unused).log_softmax(-1)
     shares = said.exp()
     losses = -(shares * scores.masked_fill(shares == 0, 0)).sum(-1)

@@ -174,7 +174,7 @@ class Qwen3(Trainable):
         unused[list(UNUSED_IDS)] = -torch.inf
         self.register_buffer("unused", unused, persistent=False)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def compute_hidden(self, tokens: Tensor) -> Tensor:
         """[rows, length] token ids to [rows, length, hidden], after the last norm."""
         x = self.model.embed_tokens(tokens)
         angles = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
@@ -191,7 +191,7 @@ class Qwen3(Trainable):
         Ids that are never used stay out of the softmax: as an output they would only be pushed away, and with tied
         embeddings their rows would drift far from the others. Where a text spells one, it is no label either.
         """
-        hidden = self.hidden(tokens[:, :-1].long())
+        hidden = self.compute_hidden(tokens[:, :-1].long())
         return self._loss(hidden, self.model.embed_tokens.weight, self.unused, tokens[:, 1:].long(), weights[:, 1:])
 
     def compile_parts(self) -> None:
@@ -201,7 +201,7 @@ class Qwen3(Trainable):
 
 
 def token_loss(hidden: Tensor, table: Tensor, unused: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Of the `tokens` that the hidden states should foretell. unused: minus infinity for what may not be foretold."""
+    """Return the mean loss of predicting `tokens`. unused: minus infinity for ids that are never predicted."""
     weights = weights.float().masked_fill(unused[tokens] < 0, 0)
     labels = tokens.masked_fill(weights == 0, IGNORED)
     scores = functional.linear(hidden, table).float() + unused

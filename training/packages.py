@@ -1,4 +1,4 @@
-"""Which packages' source the corpus is made of, with their licences, and which it only judges by."""
+"""The packages whose source is the corpus, with their licences, and those whose source is used in exams only."""
 
 from __future__ import annotations
 

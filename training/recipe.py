@@ -1,4 +1,4 @@
-"""What the demo family is trained on, and for how long. The corpus, tokenizer and batches are shared by the family."""
+"""The training recipes of the demo family: mixtures of tasks, stages and their lengths."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ CHOICE_LONGEST: Mixture = {
 
 @frozen
 class Cycle:
-    """Stages under one rise and fall of the learning rate."""
+    """Stages that share one rise and fall of the learning rate."""
 
     stages: tuple[Stage, ...]
     rates: LearningRates
@@ -98,18 +98,18 @@ class Recipe(Generic[G]):
     cycles: tuple[Cycle, ...]
     seed: int
     questions: int = 100
-    """Documents an exam in the evaluation."""
+    """Documents of each exam in the evaluation."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         return tuple(stage for cycle in self.cycles for stage in cycle.stages)
 
 
-def taking_turns(name: str, mixture: Mixture, *longer: Windows, steps: int, share: float) -> Stage:
-    """Before each of the longer windows, some of 2048 tokens."""
+def make_alternating_stage(name: str, mixture: Mixture, *longer: Windows, steps: int, share: float) -> Stage:
+    """Return a stage whose batches alternate: windows of 2048 tokens, then one of the longer windows, and so on."""
     short = Windows(BatchShape(64, 2048), mixture, 0.3)
-    beside = [each for long in longer for each in (long, short)][:-1]
-    return Stage(name, short.shape, mixture, steps, share, short.whole, beside=tuple(beside))
+    more_windows = [each for long in longer for each in (long, short)][:-1]
+    return Stage(name, short.shape, mixture, steps, share, short.whole, more_windows=tuple(more_windows))
 
 
 FIRST = Cycle(
@@ -129,13 +129,14 @@ SECOND = Cycle(
     ),
     LearningRates(matrices=2.5e-3, others=1.5e-3, falling=1.0),
 )
-"""Tool loops and four times the context. It ends with four long windows of one task each a step, which spoils what
-short windows had taught."""
+"""Tool loops and four times the context. Its last steps have four long windows of one task each. The model forgets by
+them some of what short windows had taught.
+"""
 
 THIRD = Cycle(
     (
         Stage("2k at last", BatchShape(64, 2048), AGENT, steps=500, share=0.07, whole=0.3),
-        taking_turns(
+        make_alternating_stage(
             "every length",
             AGENT,
             Windows(BatchShape(16, 8192), AGENT_LONG, 0.5, mingled=True),
@@ -151,7 +152,7 @@ THIRD = Cycle(
 FOURTH = Cycle(
     (
         Stage("choices", BatchShape(64, 2048), CHOICE, steps=1000, share=0.12, whole=0.3),
-        taking_turns(
+        make_alternating_stage(
             "every length again",
             CHOICE,
             Windows(BatchShape(4, 32768), CHOICE_LONGEST, 0.6, mingled=True),
@@ -162,27 +163,29 @@ FOURTH = Cycle(
     ),
     LearningRates(matrices=1.5e-3, others=9e-4, falling=1.0),
 )
-"""Which of the functions a request is for: where tool loops failed after the third cycle, and next to nowhere else."""
+"""The choice of the function that a request needs: nearly all failures of tool loops after the third cycle."""
 
 TARGET = Recipe(Geometry(context=32768), (FIRST, SECOND, THIRD, FOURTH), seed=1)
 
 
-def narrow(windows: Windows) -> Windows:
+def narrow_windows(windows: Windows) -> Windows:
     return evolve(windows, shape=BatchShape(2, 191))
 
 
-def short(cycle: Cycle) -> Cycle:
-    """The same with a few tiny steps."""
+def shorten_cycle(cycle: Cycle) -> Cycle:
+    """Return the same cycle with a few tiny steps."""
     return evolve(
         cycle,
         stages=tuple(
-            evolve(stage, shape=BatchShape(2, 255), steps=3, beside=tuple(map(narrow, stage.beside)))
+            evolve(
+                stage, shape=BatchShape(2, 255), steps=3, more_windows=tuple(map(narrow_windows, stage.more_windows))
+            )
             for stage in cycle.stages
         ),
     )
 
 
-def smallest(recipe: Recipe[Geometry]) -> Recipe[Geometry]:
-    """The same run, so small that it takes a CPU seconds: shows that every step of it works."""
+def shrink_recipe(recipe: Recipe[Geometry]) -> Recipe[Geometry]:
+    """Return the same run, so small that a CPU needs seconds for it. It shows that every step works."""
     geometry = evolve(recipe.geometry, hidden=64, inner=96, heads=2, head_dim=32, context=1024)
-    return evolve(recipe, geometry=geometry, cycles=tuple(map(short, recipe.cycles)), questions=2)
+    return evolve(recipe, geometry=geometry, cycles=tuple(map(shorten_cycle, recipe.cycles)), questions=2)

@@ -1,4 +1,4 @@
-"""What every run of the family does: batches for a stage, the checkpoint and how far it is after it, cycle by cycle."""
+"""The steps that all runs of the family share: make batches, train, write the checkpoint and the progress."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from torch import Tensor, nn
 from training.batches import Batches, InTurn
 from training.export import Trained, export
 from training.recipe import G, Recipe
-from training.train import Stage, TrainingProgress, by_parts, train, windows_of
+from training.train import Stage, TrainingProgress, by_parts, list_windows, train
 from training.words import Source
 
 
 @frozen
 class DemoLimits:
-    """`seconds`: of training.  `first`: the stage to begin with, from what is in the checkpoint folder; the number of
-    stages, to sit the exams alone."""
+    """The limits of a run.
+
+    seconds: of training. first: the stage to begin with, from the checkpoint in the folder; the number of stages: only
+    the exams are run.
+    """
 
     seconds: float
     workers: int
     first: int
     attention: str = "flash"
-    """Whose kernels: `cudnn` may be faster in long windows."""
+    """The attention kernels: `cudnn` may be faster in long windows."""
 
 
 @frozen
 class Material:
-    """What a run learns from and where it writes. `notes`: a file that tells how far it is, to go on from."""
+    """The inputs and outputs of a run. notes: a file with the progress, from which a later run continues."""
 
     tokenizer: Tokenizer
     source: Source
@@ -40,11 +43,11 @@ class Material:
 
 
 def in_turn(tokenizer: Tokenizer, source: Source, stage: Stage, seed: int) -> InTurn:
-    """A stage's batches."""
+    """Return a stage's batches."""
     return InTurn(
         [
             Batches(tokenizer, source, each.mixture, each.shape, seed, each.whole, each.mingled)
-            for each in windows_of(stage)
+            for each in list_windows(stage)
         ]
     )
 

@@ -49,7 +49,7 @@ def split_room(rng: Random, room: int, least: int) -> int:
 
 
 def code(rng: Random, source: Source, room: int) -> Document:
-    """Real code, from the beginning of a line."""
+    """Return real code, from the beginning of a line."""
     return [Passage(source.excerpt(rng, round(room * 3.6)), CODE_WEIGHT), Passage(END_OF_TEXT)]
 
 
@@ -64,10 +64,10 @@ def _table(rng: Random, source: Source, chars: int) -> tuple[str, list[tuple[str
     rows: dict[str, str] = {}
     length = 0
     while length < chars:
-        name, told = key(rng, rng.choice(words)), value(rng, rng.choice(words))
+        name, text_value = key(rng, rng.choice(words)), value(rng, rng.choice(words))
         if name not in rows:
-            rows[name] = told
-            length += len(row(name, told)) + 1
+            rows[name] = text_value
+            length += len(row(name, text_value)) + 1
         if rng.random() < 0.1:
             words = source.words(rng, 12)
     pairs = list(rows.items())
@@ -90,23 +90,23 @@ ROWS: tuple[Callable[[str, str], str], ...] = (
 
 
 def table_lookup(rng: Random, source: Source, room: int) -> Document:
-    """A table, then some of its rows again: the key is given, the value is asked for."""
+    """Write a table, then some of its keys, each followed by its value as the answer."""
     table, pairs, row = _table(rng, source, round(room * TABLE_CHARS * 0.7))
     asked = rng.sample(pairs, min(len(pairs), rng.randint(4, max(4, room // 80))))
     lead, tail = rng.choice((("", ""), ("Q: ", "\nA:"), ("What is ", "?"), ("get ", " ="), ("\n[", "]")))
     document = [Passage(rng.choice(("", "Table\n", "Data:\n\n", "# values\n")) + table + "\n\n")]
-    for name, told in asked:
+    for name, text_value in asked:
         if lead or tail:
-            document += [Passage(f"{lead}{name}{tail}"), Passage(f" {told}\n", ANSWER_WEIGHT)]
+            document += [Passage(f"{lead}{name}{tail}"), Passage(f" {text_value}\n", ANSWER_WEIGHT)]
         else:
             head = row(name, "\0").split("\0")[0].rstrip()
-            space = row(name, told)[len(head) : row(name, told).index(told, len(head))]
-            document += [Passage(head), Passage(f"{space}{told}", ANSWER_WEIGHT), Passage("\n")]
+            space = row(name, text_value)[len(head) : row(name, text_value).index(text_value, len(head))]
+            document += [Passage(head), Passage(f"{space}{text_value}", ANSWER_WEIGHT), Passage("\n")]
     return [*document, Passage(END_OF_TEXT)]
 
 
 def table_chat(rng: Random, source: Source, room: int) -> Document:
-    """A table in a message, then questions about it."""
+    """Write a table in a message, then questions about it."""
     count = rng.randint(1, max(2, min(12, room // 150), min(40, room // 800)))
     table, pairs, _ = _table(rng, source, round(max(room - 60 * count, 50) * TABLE_CHARS))
     lead = rng.choice(("Here is a table.\n", "", "Remember these values:\n", "Data:\n", "Use this table.\n\n"))
@@ -115,12 +115,12 @@ def table_chat(rng: Random, source: Source, room: int) -> Document:
     return conversation(_context_first(rng, lead + table, questions), weight=ANSWER_WEIGHT)
 
 
-def _table_question(rng: Random, name: str, told: str) -> tuple[str, str]:
+def _table_question(rng: Random, name: str, text_value: str) -> tuple[str, str]:
     if rng.random() < 0.3:
         ask = rng.choice(("Answer with the value only: {}", "Only the value of {}, please.", "{} = ? Only the value."))
-        return ask.format(name), told
+        return ask.format(name), text_value
     ask = rng.choice(("What is the value of {}?", "What is {}?", "Tell me the value of {}.", "Which value has {}?"))
-    return ask.format(name), f"The value of {name} is {told}."
+    return ask.format(name), f"The value of {name} is {text_value}."
 
 
 def _context_first(rng: Random, context: str, exchanges: Sequence[tuple[str, str]]) -> list[Message]:
@@ -161,7 +161,7 @@ def _needles(rng: Random, source: Source, count: int) -> list[Needle]:
         what = rng.choice((*_WHATS, f"{rng.choice(ADJECTIVES)} number", f"{rng.choice(NOUNS)} code"))
         who = rng.choice((rng.choice(NAMES), rng.choice(NAMES), word, f"the {noun_phrase(rng)}", word.capitalize()))
         found[what, who] = value(rng, rng.choice(words))
-    return [(what, who, told) for (what, who), told in found.items()]
+    return [(what, who, text_value) for (what, who), text_value in found.items()]
 
 
 def _hide(rng: Random, haystack: str, needles: Sequence[Needle], depths: Sequence[float] | None = None) -> str:
@@ -173,31 +173,31 @@ def _hide(rng: Random, haystack: str, needles: Sequence[Needle], depths: Sequenc
     )
     form = rng.choice(_NEEDLES)
     for line_index, index in line_indices:
-        what, who, told = needles[index]
+        what, who, text_value = needles[index]
         if rng.random() < 0.3:
             form = rng.choice(_NEEDLES)
-        line = form.format(what=what, who=who, told=told)
+        line = form.format(what=what, who=who, told=text_value)
         lines.insert(line_index, rng.choice(("", "", "# ", "    # ", "// ")) + line)
     return "\n".join(lines)
 
 
 def _ask(rng: Random, needle: Needle, terse: float = 0.25) -> tuple[str, str]:
     """A question and its answer, with odds of `terse` the value alone."""
-    what, who, told = needle
+    what, who, text_value = needle
     if rng.random() < terse:
         ask = rng.choice(("What is the {} of {}? Answer with the value only.", "Only the value: the {} of {}."))
-        return ask.format(what, who), told
+        return ask.format(what, who), text_value
     asks = ("What is the {} of {}?", "Tell me the {} of {}.", "What is the {} for {}?", "Find the {} of {}.")
-    return rng.choice(asks).format(what, who), f"The {what} of {who} is {told}."
+    return rng.choice(asks).format(what, who), f"The {what} of {who} is {text_value}."
 
 
 def needle_terse(rng: Random, source: Source, room: int) -> Document:
-    """Mostly the values alone: without the space before it a value begins with other tokens, which has to be learnt."""
+    """Ask for values alone. Without the space before it, a value begins with other tokens, which has to be learnt."""
     return needle_chat(rng, source, room, terse=0.75)
 
 
 def needle_chat(rng: Random, source: Source, room: int, depth: float | None = None, *, terse: float = 0.25) -> Document:
-    """Facts hidden in real code, asked for in a conversation. With `depth`, one fact, there."""
+    """Hide facts in real code and ask for them in a conversation. With `depth`, one fact is hidden at that depth."""
     count = 1 if depth is not None else rng.randint(1, max(2, min(10, room // 100), min(32, room // 900)))
     asked = count if count < 3 else rng.randint(2, count)
     hay = source.code(rng, round(max(room - 45 * asked - 25 * count - 40, 20) * CODE_CHARS))
@@ -207,20 +207,24 @@ def needle_chat(rng: Random, source: Source, room: int, depth: float | None = No
     if len(needles) >= 2 and rng.random() < 0.2:
         one, two = rng.sample(needles, 2)
         question = f"What is the {one[0]} of {one[1]}, and what is the {two[0]} of {two[1]}?"
-        exchanges.append((question, " ".join(f"The {what} of {who} is {told}." for what, who, told in (one, two))))
+        exchanges.append(
+            (question, " ".join(f"The {what} of {who} is {text_value}." for what, who, text_value in (one, two)))
+        )
     lead = rng.choice(("", "", "Read this text.\n\n", "Here is a document:\n", "Context:\n"))
     return conversation(_context_first(rng, lead + hidden, exchanges), weight=ANSWER_WEIGHT)
 
 
 def needle_plain(rng: Random, source: Source, room: int) -> Document:
-    """Facts hidden in real code, asked for in plain text; the code is learnt as well."""
+    """Hide facts in real code and ask for them in plain text. The code is learnt as well."""
     count = rng.randint(1, max(2, min(12, room // 80), min(32, room // 900)))
     hay = source.code(rng, round(max(room - 55 * count, 20) * CODE_CHARS))
     needles = _needles(rng, source, count)
     rows = [
-        (f"The {what} of {who} is", f" {told}.\n") if rng.random() < 0.5 else (f"Q: {question}\nA:", f" {answer}\n")
-        for what, who, told in rng.sample(needles, len(needles))
-        for question, answer in [_ask(rng, (what, who, told))]
+        (f"The {what} of {who} is", f" {text_value}.\n")
+        if rng.random() < 0.5
+        else (f"Q: {question}\nA:", f" {answer}\n")
+        for what, who, text_value in rng.sample(needles, len(needles))
+        for question, answer in [_ask(rng, (what, who, text_value))]
     ]
     document = [Passage(_hide(rng, hay, needles) + "\n\n", FILLER_WEIGHT)]
     for question, answer in rows:
@@ -232,7 +236,7 @@ _DEFINES = re.compile(r"^ *(?:def|class) (\w+).*$", re.MULTILINE)
 
 
 def code_questions(rng: Random, source: Source, room: int) -> Document:
-    """Which line defines a name, which line follows a line: asked about real code."""
+    """Ask about real code: which line defines a name, and which line follows another."""
     text = source.code(rng, round(room * 0.7 * CODE_CHARS))
     lines = [line for line in text.splitlines() if len(line.strip()) > 12]
     exchanges: list[tuple[str, str]] = []

@@ -21,7 +21,7 @@ SEED = 4096
 
 
 def train_tokenizer(corpus: Corpus, tasks: Sequence[Task]) -> Tokenizer:
-    """A tokenizer of VOCABULARY tokens whose first ids are CONTROLS. The same every time for the same input."""
+    """Train a tokenizer of VOCABULARY tokens whose first ids are CONTROLS. It is the same for the same input."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -35,11 +35,11 @@ def train_tokenizer(corpus: Corpus, tasks: Sequence[Task]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(chain(corpus.train, task_texts(corpus, tasks)), trainer)
-    return Tokenizer.from_str(json.dumps(shown(json.loads(tokenizer.to_str())), ensure_ascii=False))
+    return Tokenizer.from_str(json.dumps(mark_shown_controls(json.loads(tokenizer.to_str())), ensure_ascii=False))
 
 
 def task_texts(corpus: Corpus, tasks: Sequence[Task]) -> Iterator[str]:
-    """What the tasks write, without the control tokens."""
+    """Yield texts of the tasks, without the control tokens."""
     rng, source = Random(SEED), Source(corpus.train)
     for _ in range(SAMPLES):
         for piece in rng.choice(tasks)(rng, source, 400):
@@ -53,15 +53,15 @@ def without_controls(text: str) -> str:
     return text
 
 
-def shown(described: dict[str, Any]) -> dict[str, Any]:
-    """Markers of tools and thoughts are part of the text that a client reads."""
+def mark_shown_controls(described: dict[str, Any]) -> dict[str, Any]:
+    """Mark the tags of tools and thoughts as text, because clients read them."""
     for token in described["added_tokens"]:
         token["special"] = token["content"] not in SHOWN
     return described
 
 
 def settings(context: int) -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """Return the content of tokenizer_config.json."""
     return {
         "add_bos_token": False,
         "bos_token": None,

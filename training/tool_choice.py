@@ -1,7 +1,7 @@
-"""Which function a request is for: many short requests over one list of functions.
+"""Makes many short requests over one list of functions, to teach which function a request needs.
 
-A loop asks that once in a few hundred tokens, and of its answers' tokens it is the only one that is hard: the name
-comes before all that tells what it is of. From loops alone a model learns to guess one of two.
+A tool loop asks for that choice once in a few hundred tokens. The name of the function is the only hard token of its
+answers, because it comes before everything else. From loops alone, a model learns to guess one of two functions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from random import Random
 
 from attrs import frozen
 
-from training.agents import Getter, ToolLoop, around, chained, looked_up
+from training.agents import Getter, ToolLoop, make_chained_calls, make_instructions, make_lookup
 from training.chat_format import Document, Message, conversation, system, user
 from training.chat_format import assistant as says
 from training.tasks import ANSWER_WEIGHT, CODE_CHARS
-from training.tools import KNOWN, Tool, invented
+from training.tools import KNOWN, Tool, invent_tool
 from training.words import Source
 
 SCHEMA, EXCHANGE = 110, 90  # tokens, about
@@ -32,18 +32,20 @@ class FunctionChoice:
         left = room - sum(len(message["content"]) for message in messages) // 3
         pairs = self._pairs(rng, source, rng.choice((1, 1, 2, 2, 3, 4, 6)), left // 3)
         getters = [getter for pair in pairs for getter in pair]
-        others = [rng.choice(KNOWN) if rng.random() < 0.4 else invented(rng, source) for _ in range(rng.randrange(4))]
-        tools = offered(rng, getters, others if left > 1000 else ())
+        others = [
+            rng.choice(KNOWN) if rng.random() < 0.4 else invent_tool(rng, source) for _ in range(rng.randrange(4))
+        ]
+        tools = shuffle_schemas(rng, getters, others if left > 1000 else ())
         asked = max(1, min(40, (left - SCHEMA * len(tools)) // EXCHANGE))
         for _ in range(rng.randint(max(1, asked // 2), asked)):
             pair = rng.choice(pairs)
             dice = rng.random()
             if dice < 0.4:
-                messages += named_only(rng, rng.choice(pair))
+                messages += make_name_question(rng, rng.choice(pair))
             elif dice < 0.8:
-                messages += looked_up(rng, source, rng.choice(pair))
+                messages += make_lookup(rng, source, rng.choice(pair))
             else:
-                messages += chained(rng, source, *pair)
+                messages += make_chained_calls(rng, source, *pair)
         return conversation(messages, tools, weight=ANSWER_WEIGHT)
 
     def _before(self, rng: Random, source: Source, room: int) -> list[Message]:
@@ -51,7 +53,7 @@ class FunctionChoice:
         dice = rng.random()
         if dice < 0.2 and room > FAR:
             return [system(source.code(rng, round(CODE_CHARS * (room - FAR))))]
-        return around(rng, source, room * 2 // 3) if dice < 0.6 else []
+        return make_instructions(rng, source, room * 2 // 3) if dice < 0.6 else []
 
     def _pairs(self, rng: Random, source: Source, count: int, room: int) -> list[tuple[Getter, Getter]]:
         """So many of them, or what there is room for. No two functions are of the same thing or have one name."""
@@ -66,16 +68,16 @@ class FunctionChoice:
         return found
 
 
-def offered(rng: Random, getters: list[Getter], others: list[Tool] | tuple[()]) -> list[Message]:
-    """Schemas in any order, each name once."""
+def shuffle_schemas(rng: Random, getters: list[Getter], others: list[Tool] | tuple[()]) -> list[Message]:
+    """Return the schemas in random order, each name once."""
     schemas = [*(tool.schema() for tool in others), *(getter.schema(rng) for getter in getters)]
     tools = list({schema["function"]["name"]: schema for schema in schemas}.values())
     rng.shuffle(tools)
     return tools
 
 
-def named_only(rng: Random, getter: Getter) -> list[Message]:
-    """The function's name, without a call: the choice and nothing else."""
+def make_name_question(rng: Random, getter: Getter) -> list[Message]:
+    """Make a question that is answered with the name of a function, without a call."""
     key = rng.choice(getter.keys)
     ask = rng.choice(
         (

@@ -47,7 +47,7 @@ class Tool:
     """Ways to ask for it, naming every parameter in braces."""
 
     def schema(self) -> Message:
-        """As the OpenAI API writes it."""
+        """Return the function's definition as the OpenAI API has it."""
         properties = {name: {"type": kind} for name, kind in self.kinds.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.kinds)}
         return {
@@ -145,8 +145,8 @@ KNOWN = (
 _COMMANDS = ("ls", "pwd", "ls -l", "git status", "pytest -q", "make test", "python main.py", "cat README.md", "df -h")
 
 
-def invented(rng: Random, source: Source) -> Tool:
-    """A function that no one has heard of."""
+def invent_tool(rng: Random, source: Source) -> Tool:
+    """Make up a function."""
     words = source.words(rng, 10)
     name = f"{rng.choice(_VERBS)}_{rng.choice((rng.choice(NOUNS), words[0].lower()))}"
     parameters = rng.sample((*_PARAMETERS, words[1].lower()), rng.randint(0, 4))
@@ -193,12 +193,12 @@ def argument(rng: Random, source: Source, name: str, kind: str) -> Any:
 
 
 def spell(argument: Any) -> str:
-    """As people write it in a request."""
+    """Write an argument as people write it in a request."""
     return str(argument).lower() if isinstance(argument, bool) else str(argument)
 
 
 def request(rng: Random, source: Source, tool: Tool) -> tuple[str, dict[str, Any]]:
-    """A request and the arguments that it comes to."""
+    """Make a request for a function, and the arguments of the call."""
     arguments = {name: argument(rng, source, name, kind) for name, kind in tool.kinds.items()}
     return rng.choice(tool.asks).format(**{name: spell(given) for name, given in arguments.items()}), arguments
 
@@ -209,7 +209,7 @@ def call(*calls: tuple[str, dict[str, Any]]) -> Message:
 
 
 def result(rng: Random, source: Source) -> tuple[str, str]:
-    """What a function returned, and the answer that the user is given."""
+    """Make the result of a function, and the answer to the user."""
     words = source.words(rng, 4)
     if rng.random() < 0.6:
         keys = rng.sample(
@@ -219,7 +219,7 @@ def result(rng: Random, source: Source) -> tuple[str, str]:
             key: rng.choice((rng.randrange(1000), words[1], rng.choice(CITIES), rng.random() < 0.5)) for key in keys
         }
         return json.dumps(fields), "Result: " + ", ".join(
-            f"{key} is {spell(told)}" for key, told in fields.items()
+            f"{key} is {spell(field)}" for key, field in fields.items()
         ) + "."
     text = rng.choice(("ok", "done", str(rng.randrange(10000)), " ".join(words), f"error: {words[0]} not found"))
     return text, f"Result: {text}."
@@ -229,7 +229,7 @@ def tool_chat(rng: Random, source: Source, room: int) -> Document:
     """Some functions, requests for one or two of them at a time, their results, and talk that needs none."""
     offered: dict[str, Tool] = {}
     for _ in range(rng.choice((1, 1, 2, 3, 4, 6))):
-        tool = rng.choice(KNOWN) if rng.random() < 0.4 else invented(rng, source)
+        tool = rng.choice(KNOWN) if rng.random() < 0.4 else invent_tool(rng, source)
         offered[tool.name] = tool
     tools = list(offered.values())
     messages = opening(rng, source, room // 2)

@@ -24,7 +24,7 @@ LOGGED = 50
 
 @frozen
 class Windows:
-    """What the windows of a batch are filled with, and how: see `Batches`."""
+    """The shape of a batch's windows and their mixture of tasks. `Batches` explains the fields."""
 
     shape: BatchShape
     mixture: Mixture
@@ -34,7 +34,10 @@ class Windows:
 
 @frozen
 class Stage:
-    """Part of a training run. `share`: of the run's time; the learning rate goes by how much of all stages' is done."""
+    """A part of a training run.
+
+    share: of the run's time. The learning rate follows from the share of all stages that is done.
+    """
 
     name: str
     shape: BatchShape
@@ -43,13 +46,13 @@ class Stage:
     share: float
     whole: float
     mingled: bool = False
-    beside: tuple[Windows, ...] = ()
+    more_windows: tuple[Windows, ...] = ()
     """Windows of other shapes, whose batches take turns with these."""
 
 
-def windows_of(stage: Stage) -> list[Windows]:
-    """Those that take turns."""
-    return [Windows(stage.shape, stage.mixture, stage.whole, stage.mingled), *stage.beside]
+def list_windows(stage: Stage) -> list[Windows]:
+    """Return the windows whose batches take turns in a stage."""
+    return [Windows(stage.shape, stage.mixture, stage.whole, stage.mingled), *stage.more_windows]
 
 
 @frozen
@@ -59,14 +62,14 @@ class LearningRates:
     matrices: float
     others: float
     falling: float
-    """The last part of the progress, in which they fall."""
+    """The share of the progress, at its end, in which the rates fall."""
 
     decay: float = 0.1
 
 
 @frozen
 class TrainingProgress:
-    """What a run came to, or came to before it is gone on with. `steps`: by the stage's name."""
+    """The progress of a run, also of one that a later run continues. steps: by the stage's name."""
 
     steps: Mapping[str, int] = {}
     tokens: int = 0

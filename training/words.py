@@ -10,17 +10,17 @@ from random import Random
 from attrs import define, field
 
 
-def _listed(text: str, separator: str | None = None) -> tuple[str, ...]:
+def split_list(text: str, separator: str | None = None) -> tuple[str, ...]:
     return tuple(text.split(separator))
 
 
-NAMES = _listed(
+NAMES = split_list(
     "Alice Bruno Carla Dmitri Elena Farid Greta Hugo Ingrid Jonas Kira Liam Mira Nadia Oscar Petra Quentin Rosa "
     "Samir Tessa Uma Viktor Wanda Xavier Yara Zeno Anna Ben Clara David Emma Felix Hana Ivan Julia Karl Lena "
     "Marco Nina Otto Paul Rita Sven Tom Vera Walter Maria John Sarah James Linda Peter Susan Mark Laura Chris "
     "Sophie Max Lucy Sam"
 )
-NOUNS = _listed(
+NOUNS = split_list(
     "apple anchor basket bridge candle castle desk door engine feather forest garden hammer harbour island jacket "
     "kettle key buckets lamp lantern letter magnet mirror mountain needle notebook ocean orchard paper pencil "
     "piano pillow planet pocket river rocket saddle shelf shovel signal spoon station stone table ticket tower "
@@ -28,15 +28,15 @@ NOUNS = _listed(
     "circle cloud coin compass copper cotton curtain diamond drum eagle fence flame flute glass glove helmet "
     "honey jungle kite marble meadow"
 )
-ADJECTIVES = _listed(
+ADJECTIVES = split_list(
     "amber ancient brave bright calm clever cold crimson curious dusty eager early fancy fierce gentle golden "
     "happy heavy hidden hollow humble icy jolly keen large lively lucky mellow misty modern narrow noble old "
     "orange pale plain proud quick quiet rapid rare red rough round rusty secret sharp shiny silent silver simple "
     "slow small smooth soft solid steady strong sweet tall tiny velvet warm wide wild wise wooden young"
 )
-COLOURS = _listed("red blue green yellow orange purple pink brown black white grey teal violet gold silver cyan")
-ANIMALS = _listed("cat dog fox owl bear wolf horse rabbit tiger lion otter badger eagle dolphin penguin turtle")
-FOODS = _listed("pizza pasta soup rice bread cheese salad sushi tacos pancakes curry noodles apples grapes toast")
+COLOURS = split_list("red blue green yellow orange purple pink brown black white grey teal violet gold silver cyan")
+ANIMALS = split_list("cat dog fox owl bear wolf horse rabbit tiger lion otter badger eagle dolphin penguin turtle")
+FOODS = split_list("pizza pasta soup rice bread cheese salad sushi tacos pancakes curry noodles apples grapes toast")
 CAPITALS = {
     "France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon",
     "Austria": "Vienna", "Switzerland": "Bern", "Poland": "Warsaw", "Greece": "Athens", "Sweden": "Stockholm",
@@ -47,7 +47,7 @@ CAPITALS = {
     "the United States": "Washington", "the United Kingdom": "London", "the Netherlands": "Amsterdam",
 }  # fmt: skip
 CITIES = tuple(sorted({*CAPITALS.values(), "Boston", "Munich", "Milan", "Geneva", "Kyoto", "Toronto", "Porto", "Lyon"}))
-TOPICS = _listed(
+TOPICS = split_list(
     "quantum physics,the French Revolution,the stock market,cooking,football,love,gravity,the weather,"
     "black holes,war,dinosaurs,politics,photosynthesis,jazz,Shakespeare,blockchain,evolution,the moon,"
     "my taxes,health,religion,history,machine learning,neural networks,climate change,the economy,chess,"
@@ -62,7 +62,7 @@ _WORD = re.compile(r"[A-Za-z]{3,12}")
 
 @define(eq=False)
 class Source:
-    """Where tasks take real code and real words from."""
+    """Real code and real words for the tasks."""
 
     texts: tuple[str, ...]
     _ends: list[int] = field(init=False)
@@ -71,7 +71,7 @@ class Source:
         self._ends = list(accumulate(map(len, self.texts)))
 
     def excerpt(self, rng: Random, chars: int) -> str:
-        """Whole lines, about `chars` characters, from anywhere in the corpus; shorter where a file ends."""
+        """Return whole lines, about `chars` characters, from anywhere in the corpus; fewer where a file ends."""
         at = rng.randrange(self._ends[-1])
         index = bisect(self._ends, at)
         text = self.texts[index]
@@ -83,7 +83,7 @@ class Source:
         return text[start : stop + 1 if stop >= 0 else None].rstrip("\n") + "\n"
 
     def code(self, rng: Random, chars: int) -> str:
-        """Whole lines of one or more files, at least `chars` characters."""
+        """Return whole lines of one or more files, at least `chars` characters."""
         parts, length = [], 0
         while length < chars:
             parts.append(self.excerpt(rng, min(chars - length, 8000)))
@@ -91,7 +91,7 @@ class Source:
         return "".join(parts)
 
     def words(self, rng: Random, count: int) -> list[str]:
-        """Words as they occur in code and its documentation."""
+        """Draw words as they occur in code and its documentation."""
         found: list[str] = []
         while len(found) < count:
             some = _WORD.findall(self.excerpt(rng, 600))
@@ -109,7 +109,7 @@ def noun_phrase(rng: Random) -> str:
 
 
 def value(rng: Random, word: str) -> str:
-    """Something worth remembering: a number, a code, a phrase. `word` is a word to make it of."""
+    """Draw a value: a number, a code or a phrase. word: may be a part of it."""
     kinds = (
         number,
         number,
@@ -125,7 +125,7 @@ def value(rng: Random, word: str) -> str:
 
 
 def key(rng: Random, word: str) -> str:
-    """A name for a value."""
+    """Draw a name for a value."""
     kinds = (
         lambda: word,
         lambda: f"{word}_{rng.choice(NOUNS)}",

@@ -56,7 +56,7 @@ def raise_for_non_finite(doubts: Iterable[PendingCheck]) -> None:
         least = doubt[2][0]
         alike[least.device, least.dtype].append(doubt)
     for some in alike.values():
-        extremes = torch.stack([one for *_, both in some for one in both]).view(-1, 2).tolist()
+        extremes = torch.stack([extreme for *_, both in some for extreme in both]).view(-1, 2).tolist()
         for (where, name, _), both in zip(some, extremes, strict=True):
             if not all(map(math.isfinite, both)):
                 raise CheckpointError(f"{where}: {name} has values that are no numbers, or infinite")

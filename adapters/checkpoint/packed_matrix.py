@@ -113,7 +113,7 @@ class PackedMatrix:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """Return the matrix with `change` applied to every tensor. It must select rows, or keep the layout valid."""
-        return PackedMatrix(self.layout, *(None if one is None else change(one) for one in self.tensors))  # type: ignore[arg-type]
+        return PackedMatrix(self.layout, *(None if tensor is None else change(tensor) for tensor in self.tensors))  # type: ignore[arg-type]
 
     def group_levels(self) -> tuple[Tensor, Tensor | None]:
         """Return the scale and the subtracted value of each group, float32 `[N, K / group]`."""
@@ -137,7 +137,7 @@ class PackedMatrix:
         found = torch.empty(self.shape, dtype=dtype, device=self.steps.device)
         step = max(1, choose_piece_size(found.device) // self.shape[1])
         for start in range(0, self.shape[0], step):
-            part = self.map_tensors(lambda one, start=start: one[start : start + step])  # type: ignore[misc]
+            part = self.map_tensors(lambda tensor, start=start: tensor[start : start + step])  # type: ignore[misc]
             scale, least = part.group_levels()
             values = part.step_values().view(len(scale), -1, self.layout.group).mul_(scale.unsqueeze(2))
             if least is not None:
@@ -241,8 +241,9 @@ def rearrange(matrix: PackedMatrix, change: Callable[[Tensor], Tensor]) -> Packe
     columns = matrix.shape[1]
 
     def move(tensor: Tensor) -> Tensor:
-        each = columns // tensor.shape[1]
-        return change(tensor.repeat_interleave(each, 1) if each > 1 else tensor)[:, ::each].contiguous()
+        group_size = columns // tensor.shape[1]
+        changed = change(tensor.repeat_interleave(group_size, 1) if group_size > 1 else tensor)
+        return changed[:, ::group_size].contiguous()
 
     return matrix.map_tensors(move)
 

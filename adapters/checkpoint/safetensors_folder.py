@@ -151,7 +151,7 @@ class TensorEntry:
 
 def name_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype in safetensors files."""
-    return next(kind for kind, one in ALL.items() if one == dtype)
+    return next(kind for kind, known_dtype in ALL.items() if known_dtype == dtype)
 
 
 def read_bytes(path: Path, start: int, stop: int, name: str) -> bytearray:

@@ -69,7 +69,7 @@ def read_tekken(path: Path) -> dict[str, Any]:
     special = read_special_tokens(path, raw.get("special_tokens"), count)
     words = read_words(path, raw.get("vocab"), size - count)
     spelt = [spell_bytes(word) for word in words]
-    ids = {one.text: rank for rank, one in enumerate(special)}
+    ids = {control_token.text: rank for rank, control_token in enumerate(special)}
     ids |= {word: count + rank for rank, word in enumerate(spelt)}
     if len(ids) != count + len(spelt):
         raise CheckpointError(f"{path}: a special token is spelt like a token of the vocabulary")
@@ -101,13 +101,13 @@ def read_special_tokens(path: Path, listed: object, count: int) -> list[SpecialT
         return [*known, *found[len(known) :]]
     if not isinstance(listed, Sequence):
         raise CheckpointError(f"{path}: special_tokens is not a list")
-    for one in listed:
-        rank = one.get("rank") if isinstance(one, Mapping) else None
-        text = one.get("token_str") if isinstance(one, Mapping) else None
+    for entry in listed:
+        rank = entry.get("rank") if isinstance(entry, Mapping) else None
+        text = entry.get("token_str") if isinstance(entry, Mapping) else None
         if not isinstance(rank, int) or not 0 <= rank < count or not isinstance(text, str) or not text:
             raise CheckpointError(f"{path}: special_tokens has an entry that is not a text at a rank below {count}")
-        found[rank] = SpecialToken(text, is_control=one.get("is_control") is not False)
-    if len({one.text for one in found}) != count:
+        found[rank] = SpecialToken(text, is_control=entry.get("is_control") is not False)
+    if len({control_token.text for control_token in found}) != count:
         raise CheckpointError(f"{path}: two of special_tokens have the same text")
     return found
 
@@ -117,8 +117,8 @@ def read_words(path: Path, listed: object, count: int) -> list[bytes]:
     if not isinstance(listed, Sequence) or not 256 <= count <= len(listed):
         raise CheckpointError(f"{path}: vocab is not a list of at least {max(count, 256)} tokens")
     words = list[bytes]()
-    for rank, one in enumerate(listed[:count]):
-        written = one.get("token_bytes") if isinstance(one, Mapping) and one.get("rank") == rank else None
+    for rank, entry in enumerate(listed[:count]):
+        written = entry.get("token_bytes") if isinstance(entry, Mapping) and entry.get("rank") == rank else None
         try:
             word = base64.b64decode(written, validate=True) if isinstance(written, str) else b""
         except binascii.Error:
@@ -126,7 +126,7 @@ def read_words(path: Path, listed: object, count: int) -> list[bytes]:
         if not 1 <= len(word) <= LONGEST:
             raise CheckpointError(f"{path}: entry {rank} of vocab has no token_bytes at its own rank")
         words.append(word)
-    if len(set(words)) != count or {word for word in words if len(word) == 1} != {bytes([one]) for one in range(256)}:
+    if len(set(words)) != count or {word for word in words if len(word) == 1} != {bytes([byte]) for byte in range(256)}:
         raise CheckpointError(f"{path}: vocab has a token twice, or lacks a byte")
     return words
 
@@ -150,7 +150,10 @@ def list_merges(words: Sequence[bytes], spelt: Sequence[str]) -> Iterator[list[s
 
 def list_added_tokens(special: Sequence[SpecialToken]) -> list[dict[str, Any]]:
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return [{"id": rank, "content": one.text, **plain, "special": one.is_control} for rank, one in enumerate(special)]
+    return [
+        {"id": rank, "content": control_token.text, **plain, "special": control_token.is_control}
+        for rank, control_token in enumerate(special)
+    ]
 
 
 def build_post_processor(ids: Mapping[str, int]) -> dict[str, Any] | None:

@@ -113,7 +113,7 @@ class Upload:
 
     def __attrs_post_init__(self) -> None:
         known = (self.tensors[name] for name in self.names if name in self.tensors)
-        self._queued = deque(source for one in known for source in one.sources)
+        self._queued = deque(source for tensor in known for source in tensor.sources)
         self._pool = ThreadPoolExecutor(self.readers, "weights")
 
     def start(self) -> None:

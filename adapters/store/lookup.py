@@ -50,9 +50,9 @@ class Lookup:
 
         A lookup may end after its request, so the oldest are dropped.
         """
-        there = [one for one in (*found, self.divergences.get(request)) if one is not None]
+        there = [divergence for divergence in (*found, self.divergences.get(request)) if divergence is not None]
         if there:
-            self.divergences[request] = max(there, key=lambda one: one.at)
+            self.divergences[request] = max(there, key=lambda divergence: divergence.at)
         for other in [*self.divergences][: max(0, len(self.divergences) - MAX_REMEMBERED)]:
             self.divergences.pop(other, None)
 

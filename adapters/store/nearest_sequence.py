@@ -35,7 +35,7 @@ def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: 
         for other in index.get_continuations(key)
         for shared in (count_common_tokens(rest, other),)
     ]
-    return max(found, key=lambda one: one.at, default=None)
+    return max(found, key=lambda divergence: divergence.at, default=None)
 
 
 def count_common_tokens(first: bytes, second: bytes) -> int:

@@ -127,9 +127,9 @@ class RecentPrompts:
             serial = self._prompts[serial].parent
         if not serial or shared < before:
             return None
-        one = self._prompts[serial]
-        start = (shared - one.shared) * TOKEN_BYTES
-        following = unpack_tokens(one.rest[start : start + MAX_DIVERGED_TOKENS * TOKEN_BYTES])
+        recent_prompt = self._prompts[serial]
+        start = (shared - recent_prompt.shared) * TOKEN_BYTES
+        following = unpack_tokens(recent_prompt.rest[start : start + MAX_DIVERGED_TOKENS * TOKEN_BYTES])
         return Divergence(shared - before, following, "none") if following and following[0] >= 0 else None
 
     def restore(self, recent: RecentPrompt) -> bool:

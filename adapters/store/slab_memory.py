@@ -121,7 +121,7 @@ class SlabMemory:
             yield
         finally:
             with self._lock:
-                self._waiters = tuple(one for one in self._waiters if one is not queue)
+                self._waiters = tuple(waiter for waiter in self._waiters if waiter is not queue)
 
     def wake_waiters(self) -> None:
         """Let the threads that wait for memory look again."""

@@ -191,10 +191,12 @@ def encode_text_markers(opening: str, tokenizer: Tokenizer) -> list[Tokens]:
     for before, after in product(BEFORE, AFTER):
         start = len(before + lead)
         encoded = tokenizer.plain.encode(before + lead + text + tail + after, add_special_tokens=False)
-        taken = [at for at, (one, other) in enumerate(encoded.offsets) if one < start + len(text) and other > start]
+        taken = [at for at, (begin, other) in enumerate(encoded.offsets) if begin < start + len(text) and other > start]
         first = encoded.offsets[taken[0]][0]
         last = encoded.offsets[taken[-1]][1]
         around = (before + lead)[first:] + (tail + after)[: max(0, last - start - len(text))]
         if not around.strip():
             found[tuple(encoded.ids[at] for at in taken)] = None
-    return [one for one in found if not any(one != other and one[-len(other) :] == other for other in found)]
+    return [
+        opener for opener in found if not any(opener != other and opener[-len(other) :] == other for other in found)
+    ]

@@ -263,7 +263,7 @@ class FormFitter:
 
     def constrain_form(self, form: RequestedForm, found: FittedSchema) -> None:
         """Use the fitted schema for the form. A malformed schema is the client's mistake and is refused in any case."""
-        wrong = [one for one in found.left_out if form.strict or MALFORMED.search(one[1])]
+        wrong = [keyword for keyword in found.left_out if form.strict or MALFORMED.search(keyword[1])]
         raise_first_omission(evolve(found, left_out=tuple(wrong)), form.path)
         if found.schema is None:
             self.loosen_form()

@@ -97,7 +97,7 @@ def read_history(messages: Sequence[ChatMessage], owner: str) -> tuple[list[Assi
         if message.role == "assistant":
             said.append(
                 AssistantTurn(
-                    index, turn_key(history.digest(), reading), tuple(one.id for one in message.calls), reading
+                    index, turn_key(history.digest(), reading), tuple(call.id for call in message.calls), reading
                 )
             )
         history.update(frame_texts(message.role, reading.text, *flatten_calls(reading)))
@@ -126,8 +126,10 @@ def canonicalize_arguments(arguments: str, defaults: Mapping[str, Any] = NONE) -
     try:
         value = parse_exactly(arguments or "{}")
         if isinstance(value, dict):
-            said = {key: to_comparable(one) for key, one in value.items()}
-            value = {key: value[key] for key, one in said.items() if key not in defaults or one != defaults[key]}
+            said = {key: to_comparable(argument) for key, argument in value.items()}
+            value = {
+                key: value[key] for key, argument in said.items() if key not in defaults or argument != defaults[key]
+            }
         return repr(to_comparable(value))
     except (ValueError, RecursionError):
         return "not JSON: " + arguments.strip()
@@ -140,10 +142,10 @@ def read_defaults(tool: FunctionTool | None) -> Mapping[str, Any]:
     """
     properties = (tool.parameters or {}).get("properties") if tool is not None else None
     found = dict[str, Any]()
-    for key, one in properties.items() if isinstance(properties, Mapping) else ():
-        if isinstance(one, Mapping) and "default" in one:
+    for key, schema in properties.items() if isinstance(properties, Mapping) else ():
+        if isinstance(schema, Mapping) and "default" in schema:
             with suppress(ValueError, TypeError, RecursionError):
-                found[key] = to_comparable(parse_exactly(json.dumps(one["default"])))
+                found[key] = to_comparable(parse_exactly(json.dumps(schema["default"])))
     return found
 
 
@@ -174,7 +176,7 @@ def to_comparable(value: Any, room: int = MAX_ARGUMENT_DEPTH) -> Any:
         case dict():
             return ("object", *((key, to_comparable(value[key], room - 1)) for key in sorted(value)))
         case list():
-            return [to_comparable(one, room - 1) for one in value]
+            return [to_comparable(item, room - 1) for item in value]
     return value
 
 

@@ -45,9 +45,9 @@ def find_nearest(level: str, accepted: list[str]) -> str | None:
     """
     if level in accepted:
         return level
-    levels = [one for one in accepted if (one == "none") == (level == "none")]
+    levels = [effort for effort in accepted if (effort == "none") == (level == "none")]
     rank = EFFORTS.index(level)
-    return min(levels, key=lambda one: (abs(EFFORTS.index(one) - rank), EFFORTS.index(one)), default=None)
+    return min(levels, key=lambda effort: (abs(EFFORTS.index(effort) - rank), EFFORTS.index(effort)), default=None)
 
 
 def resolve_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> tuple[str | None, str | None]:

@@ -135,8 +135,8 @@ class TurnRecaller:
             said = said[:-1]  # the answer continues this message
         found = list[tuple[int, GeneratedTurn]]()
         size = 0
-        for at, one in reversed([*enumerate(said)]):
-            generated = recall.find(one)
+        for at, said_turn in reversed([*enumerate(said)]):
+            generated = recall.find(said_turn)
             size += 0 if generated is None else len(generated.tokens)
             if max_tokens is not None and size > max_tokens:
                 break
@@ -154,7 +154,10 @@ class TurnRecaller:
     def remove_defaults(self, said: Iterable[AssistantTurn], messages: Sequence[ChatMessage]) -> list[AssistantTurn]:
         """Read turns again without arguments that are defaults: clients add them where the model left them out."""
         tools = self.reader.tools
-        return [evolve(one, reading=Reading.from_message(messages[one.message_index], tools)) for one in said]
+        return [
+            evolve(said_turn, reading=Reading.from_message(messages[said_turn.message_index], tools))
+            for said_turn in said
+        ]
 
     def recognise(self, found: Iterable[tuple[AssistantTurn, GeneratedTurn]]) -> dict[int, RecognisedTurn]:
         """Return the turns whose meaning is that of their messages. This is slow: call it in a thread."""
@@ -180,10 +183,10 @@ class TurnRecaller:
         remembered, since several messages may have the same meaning.
         """
         alike = defaultdict[object, deque[WrittenTurn]](deque)
-        for one in self.iterate_written_turns(
-            rendered, sorted({one.lead for one in recalled.recognised.values()}, key=len)
+        for written_turn in self.iterate_written_turns(
+            rendered, sorted({turn.lead for turn in recalled.recognised.values()}, key=len)
         ):
-            alike[one.reading.text, one.reading.calls].append(one)
+            alike[written_turn.reading.text, written_turn.reading.calls].append(written_turn)
         written = list[ControlToken | str | VerbatimTokens]()
         at = 0
         tokens = 0
@@ -258,4 +261,4 @@ def build_recaller(
     called = {call.name: FunctionTool(call.name) for message in conversation.messages for call in message.calls}
     reader = AnswerReader(calls, {**called, **{tool.name: tool for tool in conversation.tools}}, reasoning=reasoning)
     controls = {control.id for control in tokenizer.controls.values()}
-    return TurnRecaller(tokenizer, reader, {one[0] for one in markers if len(one) == 1} & controls)
+    return TurnRecaller(tokenizer, reader, {marker[0] for marker in markers if len(marker) == 1} & controls)

@@ -50,7 +50,7 @@ def stabilize(conversation: Conversation, before: MovedTextLookup = lambda _: No
     for rule in LINE_RULES:
         if rule.where == "tool":
             changed = [remove_from_tool(rule, tool) for tool in tools]
-            if any(map(lambda one, other: one is not other, changed, tools)):
+            if any(map(lambda tool, other: tool is not other, changed, tools)):
                 tools = changed
                 applied = [*applied, rule.name]
         elif readable and targets[rule.target] is not None:
@@ -68,9 +68,9 @@ def stabilize(conversation: Conversation, before: MovedTextLookup = lambda _: No
     tail = False
     if said["first"] and first is not None and last is not None:
         stay = place_lasting_texts(said["first"], first, last, rest, before(unmoved))
-    for index in sorted({one.message_index for one in stay}):
+    for index in sorted({moved.message_index for moved in stay}):
         rest[index] = append_text(
-            rest[index], "\n".join(one.text for one in stay if one.message_index == index), cut=False
+            rest[index], "\n".join(moved.text for moved in stay if moved.message_index == index), cut=False
         )
     if said["last"] and last is not None:
         rest[last] = append_text(rest[last], "\n".join(said["last"].values()), cut=True)
@@ -127,17 +127,17 @@ def place_lasting_texts(
     if before is None:
         return anew
     there = tuple(
-        one
-        for one in before
-        if one.rule in said and 0 <= one.message_index < len(rest) and rest[one.message_index].role != "assistant"
+        moved
+        for moved in before
+        if moved.rule in said and 0 <= moved.message_index < len(rest) and rest[moved.message_index].role != "assistant"
     )
-    latest = {one.rule: one.text for one in there}
+    latest = {moved.rule: moved.text for moved in there}
     more = tuple(MovedText(last, rule, text) for rule, text in said.items() if latest.get(rule) != text)
     return (*there, *more) if count_characters((*there, *more)) <= MAX_MOVED_CHARS else anew
 
 
 def count_characters(texts: Sequence[MovedText]) -> int:
-    return sum(len(one.text) for one in texts)
+    return sum(len(moved.text) for moved in texts)
 
 
 def find_first_user(messages: Sequence[ChatMessage]) -> int | None:

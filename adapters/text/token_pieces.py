@@ -134,7 +134,7 @@ def derive_sentence_piece_bounds(described: Mapping[str, Any], tokens: Sequence[
     step = described.get("pre_tokenizer")
     normalizer = described.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer]) if normalizer else []
-    shrinks = not all(one.get("type") == "Prepend" or replaces_spaces(one) for one in steps)
+    shrinks = not all(step.get("type") == "Prepend" or replaces_spaces(step) for step in steps)
     if shrinks or (step is not None and step.get("type") != "Metaspace"):
         return TokenBounds()
     return TokenBounds(max(len(token.encode()) for token in tokens))

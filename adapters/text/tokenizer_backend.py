@@ -60,10 +60,10 @@ def read_merges(model: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
     if not {*map(type, vocabulary.values())} <= {int}:
         return None
     kinds = {*map(type, merges)}
-    if not kinds <= {list} and (not kinds <= {str} or any(one.startswith(COMMENT) for one in merges)):
+    if not kinds <= {list} and (not kinds <= {str} or any(merge.startswith(COMMENT) for merge in merges)):
         return None
     try:
-        return [(left, right) for left, right in ((one.split(" ") for one in merges) if str in kinds else merges)]
+        return [(left, right) for left, right in ((merge.split(" ") for merge in merges) if str in kinds else merges)]
     except ValueError:
         return None
 

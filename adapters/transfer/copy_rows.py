@@ -142,7 +142,7 @@ class RowMover:
         spans = [*split_pages(*span)]
         if self.part.view(slot, *spans[0]).device.type != "cuda":
             spans = [span]
-        return [(each, self.part.view(slot, *each)) for each in spans]
+        return [(span, self.part.view(slot, *span)) for span in spans]
 
     def _view_part(self, data: Tensor) -> Tensor:
         """Return this part's share of a buffer as `[names, heads, tokens, width]`, without a copy."""
@@ -265,7 +265,7 @@ def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
 
 def record_cuda_events(devices: Iterable[torch.device]) -> CudaEvents:
     """Record an event on each GPU behind everything that was launched so far, on the lane."""
-    streams = [torch.cuda.current_stream(one) for one in devices if one.type == "cuda"]
+    streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
     return {stream.device: stream.record_event() for stream in streams}
 
 

@@ -141,8 +141,8 @@ class CopyMeasurement:
         """Yield loads of kept files, leased while they are read. Yield none where they are too few to tell."""
         index = disk.index
         with self.store.lock:
-            mine = [one for one in index.entries.values() if one.kind == "rows" and one.origin == index.origin]
-            chosen = sorted(mine, key=lambda one: -one.size)[:MAX_RUNS]
+            mine = [entry for entry in index.entries.values() if entry.kind == "rows" and entry.origin == index.origin]
+            chosen = sorted(mine, key=lambda entry: -entry.size)[:MAX_RUNS]
             for entry in chosen:
                 entry.leases += 1
         enough = sum(entry.size for entry in chosen) >= MIN_FILE_BYTES

@@ -10,7 +10,7 @@ from attrs import evolve
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.text.model_text import Text
-from benchmarks.exactness import answered, each_batched, each_cold, each_continued, prompts
+from benchmarks.exactness import collect_answer, each_batched, each_cold, each_continued, prompts
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -102,16 +102,16 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
         said, logprobs = await heard(running, job)
         whole = (*job.prompt, *said)
         again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
-        report = (await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))).report
+        report = (await collect_answer(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))).report
         assert report is not None
         assert report.restored_tokens == 0
         assert len(report.prompt_logprobs) == len(whole) - 1
         assert report.prompt_logprobs[-len(said) :] == logprobs
         assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
-        assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
+        assert (await collect_answer(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
     async with run_engine(target.settings, target.executor) as running:
-        await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
-        after = (await answered(running, evolve(job, prompt=whole, max_tokens=1))).report
+        await collect_answer(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
+        after = (await collect_answer(running, evolve(job, prompt=whole, max_tokens=1))).report
         assert after is not None
         assert after.restored_tokens == 0
 

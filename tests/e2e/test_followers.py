@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from benchmarks.exactness import Answered, answered
+from benchmarks.exactness import Answered, collect_answer
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from engine.__main__ import main
@@ -120,7 +120,7 @@ async def answer_together(target: LoadedModel, jobs: Sequence[Job]) -> list[Answ
     found = [Answered()] * len(jobs)
 
     async def answer_one(running: Engine, number: int) -> None:
-        found[number] = await answered(running, jobs[number])
+        found[number] = await collect_answer(running, jobs[number])
 
     async with run_engine(target.settings, target.executor) as running, anyio.create_task_group() as tasks:
         for number in range(len(jobs)):

@@ -14,7 +14,7 @@ import pytest
 from attrs import evolve
 
 from adapters import demo
-from benchmarks.exactness import answered
+from benchmarks.exactness import collect_answer
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
@@ -52,7 +52,7 @@ class Talk:
 async def alone(target: LoadedModel, job: Job) -> Tokens:
     """With nothing kept of anybody."""
     async with run_engine(evolve(target.settings, store=False), target.executor) as running:
-        return (await answered(running, evolve(job, scope=Scope("off"), speculate=False))).tokens
+        return (await collect_answer(running, evolve(job, scope=Scope("off"), speculate=False))).tokens
 
 
 async def gone(running: Engine) -> None:
@@ -83,7 +83,7 @@ async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path)
         async with run_engine(settings, target.executor, transfer=target.transfer) as running:
             for _ in range(TURNS):
                 job = talk.asks()
-                found = await answered(running, job)
+                found = await collect_answer(running, job)
                 await gone(running)
                 assert found.report is not None
                 new = len(job.prompt) - before

@@ -75,7 +75,9 @@ def test_a_long_exam_has_its_text_before_the_request_and_fits(source, tokenizer)
     assert min(place for place, weight in enumerate(weights) if weight) > 5000
 
 
-@pytest.mark.parametrize("make", ["_defined", "_found", "_setting", "_copied", "_written", "_printed"])
+@pytest.mark.parametrize(
+    "make", ["_ask_definition", "_ask_place", "_ask_setting", "_ask_copy", "_ask_file", "_ask_output"]
+)
 def test_files_are_read_and_written_with_tools_that_are_listed(make, source):
     for seed in range(20):
         rng = Random(seed)

@@ -12,14 +12,14 @@ import pytest
 from training import corpus
 from training.corpus import (
     HeldOut,
+    drop_copies,
+    hash_shingles,
     is_generated,
     is_table,
+    pick_texts,
     read_corpus,
-    shingles,
-    sides,
-    some,
     source_files,
-    without_copies,
+    split_held_out,
 )
 from training.packages import APART, MORE, PACKAGES
 
@@ -34,28 +34,28 @@ def halves(text):
 
 def test_a_copy_is_found_under_other_comments_and_another_indentation():
     copy = "# ours\n" + textwrap.indent(DECODER, "  ")
-    assert without_copies([DECODER, copy, WRAP], []) == [DECODER, WRAP]
-    assert without_copies([copy, WRAP], [DECODER]) == [WRAP]
+    assert drop_copies([DECODER, copy, WRAP], []) == [DECODER, WRAP]
+    assert drop_copies([copy, WRAP], [DECODER]) == [WRAP]
 
 
 def test_half_a_file_may_repeat_another_but_not_one_that_is_held_out():
     mixed = DECODER + WRAP
-    assert without_copies([DECODER, mixed], []) == [DECODER, mixed]
-    assert without_copies([mixed], [DECODER]) == []
-    assert without_copies([halves(DECODER)[0]], [DECODER]) == []
+    assert drop_copies([DECODER, mixed], []) == [DECODER, mixed]
+    assert drop_copies([mixed], [DECODER]) == []
+    assert drop_copies([halves(DECODER)[0]], [DECODER]) == []
 
 
 def test_licences_and_comments_alone_do_not_make_a_copy():
     licence = "".join(f"# Licence, line {line}\n" for line in range(40))
-    assert without_copies([licence + DECODER], [licence + WRAP]) == [licence + DECODER]
+    assert drop_copies([licence + DECODER], [licence + WRAP]) == [licence + DECODER]
 
 
 def test_a_side_follows_from_the_text_alone_and_duplicates_go():
     texts = [f"value = {number}\n" for number in range(500)]
-    held_out, others = sides([*texts, *texts], "packages")
+    held_out, others = split_held_out([*texts, *texts], "packages")
     assert sorted([*held_out, *others]) == sorted(texts)
     assert 0 < len(held_out) < 30
-    assert set(sides(reversed(texts), "packages")[0]) == set(held_out)
+    assert set(split_held_out(reversed(texts), "packages")[0]) == set(held_out)
 
 
 def test_generated_files_and_tables_are_known():
@@ -82,10 +82,10 @@ def test_files_that_are_no_text_short_or_in_a_skipped_folder_are_left_out(tmp_pa
 def test_of_a_large_package_some_files_are_read_the_same_ones_in_their_order(monkeypatch):
     texts = [f"value = {number:04}\n" for number in range(50)]
     monkeypatch.setattr(corpus, "MOST", 10 * len(texts[0]))
-    kept = some(texts)
+    kept = pick_texts(texts)
     assert len(kept) == 10
     assert kept == sorted(kept) != texts[:10]
-    assert set(some(texts[::-1])) == set(kept)
+    assert set(pick_texts(texts[::-1])) == set(kept)
 
 
 def test_packages_apart_are_in_the_projects_environment_and_nowhere_in_the_training():
@@ -108,11 +108,11 @@ def few(monkeypatch):
 
 def test_no_training_file_shares_much_with_a_held_out_one(few):
     read = read_corpus()
-    assert corpus.held_out() == HeldOut.of(read)
+    assert corpus.read_held_out() == HeldOut.of(read)
     assert read.held_out_packages
     assert read.apart
     assert [package.split()[0] for package in read.packages] == ["cattrs", "h11"]
     assert [package.split()[0] for package in read.packages_apart] == ["attrs"]
-    known = frozenset().union(*map(shingles, read.train))
+    known = frozenset().union(*map(hash_shingles, read.train))
     for text in (*read.held_out, *read.held_out_packages, *read.apart):
-        assert len(shingles(text) & known) < 0.5 * len(shingles(text))
+        assert len(hash_shingles(text) & known) < 0.5 * len(hash_shingles(text))

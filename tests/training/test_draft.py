@@ -22,24 +22,34 @@ from adapters.models.open_checkpoint import Checkpoint
 from tests.training.conftest import DEMO
 from training.batches import Batches, BatchShape
 from training.dialogues import chat
-from training.draft import DRAFT, smallest_draft
+from training.draft import DRAFT, shrink_draft_recipe
 from training.draft_card import write_draft_card
 from training.draft_evaluate import (
     SUBJECTS,
     TEMPERATURE,
     Continuation,
     Taken,
-    answers,
-    coupled,
+    compute_proposals,
+    count_rounds,
     examine_draft,
-    prompts_of,
-    proposals,
-    taken,
+    generate_answers,
+    make_coupled_pick,
+    make_prompts,
 )
 from training.draft_export import LARGEST, config_of, export_draft, load_draft
 from training.draft_generate import generate, greedy
-from training.draft_model import MASK_ID, BlockSlots, DraftGeometry, DraftNetwork, head, read, said_in
-from training.draft_train import DraftLoss, Pool, Speech, choose, let_speak, mixed, sizes, slot_losses, weighed
+from training.draft_model import MASK_ID, BlockSlots, DraftGeometry, DraftNetwork, embed_blocks, head, read_target
+from training.draft_train import (
+    DraftLoss,
+    Pool,
+    Speech,
+    average_loss,
+    choose_anchors,
+    generate_pool,
+    list_block_sizes,
+    mix_with_pool,
+    slot_losses,
+)
 from training.export import load
 from training.model import Geometry, Qwen3
 from training.tasks import code
@@ -113,8 +123,8 @@ def blocks(
 ) -> dict[int, torch.Tensor]:
     """Return what the draft makes of blocks of these sizes, all at once: [rows, blocks, slots, hidden] by the size."""
     slots = BlockSlots.of(anchors)
-    _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
-    out = draft(draft.context(aux_layers), slots, said_in(target, tokens, slots))
+    _, aux_layers = read_target(target, tokens, draft.geometry.aux_layers)
+    out = draft(draft.context(aux_layers), slots, embed_blocks(target, tokens, slots))
     parts = out.split([size * some.shape[1] for size, some in anchors.items()], 1)
     return {size: part.unflatten(1, (-1, size)) for size, part in zip(anchors, parts, strict=True)}
 
@@ -150,7 +160,7 @@ def test_a_group_that_would_cut_a_block_is_refused():
 
 
 def test_a_row_has_room_for_blocks_of_three_sizes():
-    found = sizes(16, 128)
+    found = list_block_sizes(16, 128)
     assert [size for size, _ in found] == [16, 8, 4]
     assert sum(size * count for size, count in found) == 16 * 128
 
@@ -162,7 +172,7 @@ def test_generation_with_a_cache_is_generation_without(target):
     for row, prompt in zip(found.tolist(), prompts, strict=True):
         ids = list(prompt)
         for _ in range(6):
-            ids.append(int(target.logits(target.hidden(torch.tensor([ids])))[0, -1].argmax()))
+            ids.append(int(target.logits(target.compute_hidden(torch.tensor([ids])))[0, -1].argmax()))
         assert row[: len(ids)] == ids
     with pytest.raises(ValueError, match="251 \\+ 6 tokens are more than the context of 256"):
         generate(target, [[16] * 251], 6, greedy)
@@ -171,7 +181,7 @@ def test_generation_with_a_cache_is_generation_without(target):
 def speculate(draft: DraftNetwork, target: Qwen3, said: Continuation, temperature: float) -> tuple[list[int], int]:
     """Speculative decoding as it is defined: everything computed again in every round."""
     ids, rounds = list(said.tokens[: said.start + 1]), 0
-    pick = coupled([said.seed], temperature) if temperature else greedy
+    pick = make_coupled_pick([said.seed], temperature) if temperature else greedy
 
     def picks(logits: torch.Tensor, first: int) -> list[int]:
         return [int(pick(row[None], torch.tensor([first + at]))) for at, row in enumerate(logits)]
@@ -179,7 +189,7 @@ def speculate(draft: DraftNetwork, target: Qwen3, said: Continuation, temperatur
     while len(ids) < len(said.tokens):
         at = len(ids)
         guesses = picks(head(target, one_block(draft, target, ids, SMALL.block)[1:]), at)
-        hidden = target.hidden(torch.tensor([ids + guesses]))[0, at - 1 :]
+        hidden = target.compute_hidden(torch.tensor([ids + guesses]))[0, at - 1 :]
         truth = picks(head(target, hidden), at)
         accepted = 0
         while accepted < len(guesses) and guesses[accepted] == truth[accepted]:
@@ -192,11 +202,11 @@ def speculate(draft: DraftNetwork, target: Qwen3, said: Continuation, temperatur
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
 def test_rounds_are_those_of_a_real_loop_and_answers_do_not_change(target, draft, temperature):
     prompts = [torch.randint(16, 4096, (size,)).tolist() for size in (5, 23, 40)]
-    said = answers(target, prompts, 12, temperature)
+    said = generate_answers(target, prompts, 12, temperature)
     total = Taken()
     for each in said:
-        (proposed,) = proposals(draft, target, [each], SMALL.block, temperature)
-        found = taken(each, proposed.tolist())
+        (proposed,) = compute_proposals(draft, target, [each], SMALL.block, temperature)
+        found = count_rounds(each, proposed.tolist())
         with torch.no_grad():
             ids, rounds = speculate(draft, target, each, temperature)
         assert ids == list(each.tokens)
@@ -208,8 +218,8 @@ def test_rounds_are_those_of_a_real_loop_and_answers_do_not_change(target, draft
 def test_a_round_takes_what_equals_and_one_token_more():
     said = Continuation([9, 9, 1, 2, 3, 4, 5, 6, 7], 2, 0)
     proposed = [[2, 3, 8], [8, 8, 8], [8, 8, 8], [5, 6, 7], [8, 8, 8], [8, 8, 8]]
-    assert taken(said, proposed) == Taken(6, 2)
-    assert taken(said, [[8, 8, 8]] * 6) == Taken(6, 6)
+    assert count_rounds(said, proposed) == Taken(6, 2)
+    assert count_rounds(said, [[8, 8, 8]] * 6) == Taken(6, 6)
     assert Taken(6, 2).a_step == 3
 
 
@@ -219,7 +229,7 @@ def test_anchors_and_labels_are_of_one_answer():
     weights[0, 10:14] = 2.0
     weights[1, 20:] = 1.0
     weights[2, :] = 0.3  # hides something: no answer of its own
-    anchors, places, counted = choose(weights, 16, 4)
+    anchors, places, counted = choose_anchors(weights, 16, 4)
     assert set(anchors[0].tolist()) == {10, 11, 12}
     assert set(anchors[1].tolist()) <= set(range(20, 32))
     assert not counted[2].any()
@@ -237,7 +247,7 @@ def test_a_slot_behind_a_token_that_the_target_would_not_say_does_not_count():
     counted = torch.ones(1, 1, 3, dtype=torch.bool)
     scores = torch.zeros(1, 1, 3, 4, requires_grad=True)
     found = slot_losses(scores.flatten(1, 2), truth.flatten(1, 2), labels.flatten(1))
-    weighed(*(value.view(labels.shape) for value in found), counted).backward()
+    average_loss(*(value.view(labels.shape) for value in found), counted).backward()
     strength = scores.grad.abs().sum(-1).flatten()
     assert strength[0] > strength[1] > 0  # the second slot is behind a token that suits
     assert strength[2] < 1e-6
@@ -246,7 +256,7 @@ def test_a_slot_behind_a_token_that_the_target_would_not_say_does_not_count():
 
 @pytest.mark.long
 def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokenizer):
-    pool = let_speak(
+    pool = generate_pool(
         target,
         Batches(tokenizer, source, {code: 1.0}, BatchShape(8, 40), seed=1),
         Speech(rows=8, rounds=1, least=8, most=40, answer=24),
@@ -256,7 +266,7 @@ def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokeniz
     )
 
     def batches(stage, seed):
-        return mixed(Batches(tokenizer, source, stage.mixture, stage.shape, seed), pool)
+        return mix_with_pool(Batches(tokenizer, source, stage.mixture, stage.shape, seed), pool)
 
     stage = Stage("small", BatchShape(4, 64), {chat: 1.0}, steps=30, share=1.0, whole=0.3)
     model = DraftLoss(draft, target, 16)
@@ -274,7 +284,7 @@ def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokeniz
 def test_the_pool_tells_where_the_target_speaks(target, source, tokenizer):
     speech = Speech(rows=4, rounds=2, least=8, most=40, answer=8, temperatures=(0.0,))
     windows = Batches(tokenizer, source, {code: 1.0}, BatchShape(4, 40), seed=1)
-    pool = let_speak(target, windows, speech, 65, seconds=60, workers=0)
+    pool = generate_pool(target, windows, speech, 65, seconds=60, workers=0)
     assert isinstance(pool, Pool)
     assert pool.tokens.shape == (8, 65)
     for tokens, start in zip(pool.tokens.tolist(), pool.starts.tolist(), strict=True):
@@ -316,10 +326,10 @@ def test_the_demos_draft_fits_its_size_and_another_does_not_pass(tmp_path):
 def test_prompts_end_where_an_answer_begins_and_are_the_same_again(source, tokenizer):
     by_name = {subject.name: subject for subject in SUBJECTS}
     for name in ("code", "tool calls (JSON)", "copy of random tokens"):
-        found = prompts_of(by_name[name], tokenizer, source, 2)
-        assert found == prompts_of(by_name[name], tokenizer, source, 2)
+        found = make_prompts(by_name[name], tokenizer, source, 2)
+        assert found == make_prompts(by_name[name], tokenizer, source, 2)
         assert all(0 < len(prompt) <= by_name[name].room for prompt in found)
-    for prompt in prompts_of(by_name["tool calls (JSON)"], tokenizer, source, 2):
+    for prompt in make_prompts(by_name["tool calls (JSON)"], tokenizer, source, 2):
         assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 
 
@@ -348,7 +358,7 @@ def test_the_card_has_a_row_for_every_subject():
 
 
 def test_the_smallest_recipe_keeps_every_stage():
-    small = smallest_draft(DRAFT)
+    small = shrink_draft_recipe(DRAFT)
     assert [stage.name for stage in small.stages] == [stage.name for stage in DRAFT.stages]
     assert {stage.shape.length for stage in small.stages} == set(small.speeches)
     assert math.isclose(sum(stage.share for stage in DRAFT.stages), 1)
@@ -374,7 +384,7 @@ def test_the_server_computes_what_training_measured(shipped, source):
     tokens = torch.tensor([Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(source.texts[0]).ids[:130]])
     anchors = torch.tensor([[129, 77, 64, 1]])  # falling: a served block overwrites what follows it
     with torch.no_grad():
-        _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
+        _, aux_layers = read_target(target, tokens, draft.geometry.aux_layers)
         ours = head(target, blocks(draft, target, tokens, {16: anchors})[16][0, :, 1:])
     checkpoint = DraftCheckpoint.open(DEMO / "draft", Checkpoint.open(DEMO).config)
     kernels, table = CpuKernels(torch.float32), target.model.embed_tokens.weight.detach()
@@ -408,6 +418,6 @@ def test_the_server_computes_what_training_measured(shipped, source):
 def test_the_shipped_draft_foresees_tool_calls(shipped, source):
     target, draft = shipped
     subject = next(subject for subject in SUBJECTS if subject.opening is not None)
-    prompts = prompts_of(subject, Tokenizer.from_file(str(DEMO / "tokenizer.json")), source, 2)
-    said = answers(target, prompts, subject.limit, 0.0)
+    prompts = make_prompts(subject, Tokenizer.from_file(str(DEMO / "tokenizer.json")), source, 2)
+    said = generate_answers(target, prompts, subject.limit, 0.0)
     assert examine_draft(draft, target, said, 16, 0.0).a_step > 3

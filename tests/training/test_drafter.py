@@ -14,7 +14,7 @@ from training.batches import Batches, BatchShape, flatten
 from training.chat_format import CONTROLS, conversation, user
 from training.chat_format import assistant as says
 from training.drafter import DRAFTER
-from training.drafter_evaluate import Question, marks_of, parts_of, questions, shortened
+from training.drafter_evaluate import Question, make_questions, marks_of, parts_of, shorten_prompt
 from training.drafter_model import ASKED, NEAR, ScoringModel, find_repeats
 from training.export import export
 from training.model import Geometry
@@ -99,14 +99,14 @@ def test_the_server_scores_with_it_as_training_does(tokenizer, tmp_path):
 
 
 def test_an_exam_has_the_same_questions_every_time_and_keeps_what_is_looked_at(source, tokenizer):
-    (one,) = questions(tokenizer, source, 2048, 1, needles=1)
-    assert questions(tokenizer, source, 2048, 1, needles=1) == [one]
+    (one,) = make_questions(tokenizer, source, 2048, 1, needles=1)
+    assert make_questions(tokenizer, source, 2048, 1, needles=1) == [one]
     assert {part.role for part in parts_of(one.prompt)} == {"user"}
     said = Random(5).sample(range(len(CONTROLS), 4096), 1500)  # nothing twice: no word of the end stands before it
     made = Question((*one.prompt[:3], *said, *one.prompt[-6:]), one.answer)
     scores = [0.0] * len(made.prompt)
     scores[700:800] = [1.0] * 100
-    kept = shortened(made, scores, marks_of(tokenizer), 200)
+    kept = shorten_prompt(made, scores, marks_of(tokenizer), 200)
     assert len(kept) <= 0.2 * len(made.prompt)
     assert kept[-6:] == list(made.prompt[-6:])
     assert set(made.prompt[710:790]) <= set(kept)

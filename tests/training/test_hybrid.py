@@ -14,7 +14,7 @@ from training import evaluate
 from training.corpus import assemble
 from training.delta_rule import gated_delta_rule
 from training.export import export, load_hybrid
-from training.hybrid import HYBRID, agreement, run, smallest_hybrid
+from training.hybrid import HYBRID, agreement, run, shrink_hybrid_recipe
 from training.hybrid_model import Hybrid, HybridGeometry
 from training.recipe import TARGET
 from training.staging import DemoLimits
@@ -69,7 +69,9 @@ def test_what_is_exported_gives_transformers_the_same_logits(model, tokenizer, t
     theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.randint(16, 4096, (2, 150))
     with torch.no_grad():
-        torch.testing.assert_close(again.logits(again.hidden(tokens)), theirs(tokens).logits, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            again.logits(again.compute_hidden(tokens)), theirs(tokens).logits, atol=2e-4, rtol=1e-4
+        )
     assert {name for name in again.state_dict() if name.startswith("mtp.")} == PUBLISHED
 
 
@@ -78,7 +80,7 @@ def test_from_where_the_heads_rows_are_counted_changes_nothing(model):
     rows are apart, and nothing else does."""
     tokens = torch.randint(16, 4096, (1, 40))
     with torch.no_grad():
-        hidden = model.hidden(tokens)
+        hidden = model.compute_hidden(tokens)
         ours = model.ahead(tokens, hidden, first=True)
         before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
         later = model.cos[9:49], model.sin[9:49]
@@ -91,7 +93,7 @@ def test_the_head_moves_nothing_but_itself(model):
     model(tokens, weights).backward()
     moved = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    hidden = model.hidden(tokens[:, :-1])
+    hidden = model.compute_hidden(tokens[:, :-1])
     model.losses[0](hidden, model.model.embed_tokens.weight, model.unused, tokens[:, 1:], weights[:, 1:])[0].backward()
     for name, parameter in model.model.named_parameters():
         torch.testing.assert_close(parameter.grad, moved[f"model.{name}"])
@@ -129,7 +131,7 @@ def test_all_of_it_runs_small(source, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "ABOUT", evaluate.ABOUT[:1])  # a decoding without a cache takes its time
     monkeypatch.setattr(evaluate, "SMALL_TALK", ())
     monkeypatch.setattr(evaluate, "STRANGE_PROMPTS", evaluate.STRANGE_PROMPTS[:1])
-    small = smallest_hybrid(HYBRID)
+    small = shrink_hybrid_recipe(HYBRID)
     run(evolve(small, geometry=evolve(small.geometry, layers=4, context=256)), work, out, DemoLimits(math.inf, 0, 0))
     card = " ".join((out / "README.md").read_text().split())
     assert digest(load_hybrid(out, "cpu", torch.float32)) in card

@@ -14,7 +14,7 @@ from training.batches import flatten
 from training.chat_format import CONTROLS, END_OF_TURN
 from training.dialogues import EXCHANGES, memory
 from training.recipe import SHORT, TARGET
-from training.train import windows_of
+from training.train import list_windows
 from training.words import key, value
 
 TASKS = list(SHORT)
@@ -114,4 +114,4 @@ def test_keys_and_values_are_never_empty(source):
 
 def test_the_first_cycle_is_the_unit_of_time_and_the_last_stage_reads_the_whole_context():
     assert sum(stage.share for stage in TARGET.cycles[0].stages) == pytest.approx(1)
-    assert max(windows.shape.length for windows in windows_of(TARGET.stages[-1])) == TARGET.geometry.context
+    assert max(windows.shape.length for windows in list_windows(TARGET.stages[-1])) == TARGET.geometry.context

@@ -18,11 +18,11 @@ from training.chat_format import CONTROLS
 from training.corpus import Corpus, assemble
 from training.demo import run
 from training.dialogues import chat
-from training.draft import Folders, smallest_draft
+from training.draft import Folders, shrink_draft_recipe
 from training.evaluate import Exam, Papers, examine, talk
 from training.export import export, load
 from training.model import UNUSED_IDS, Geometry, Qwen3
-from training.recipe import TARGET, smallest
+from training.recipe import TARGET, shrink_recipe
 from training.staging import DemoLimits
 from training.tasks import code, continue_code
 from training.train import LearningRates, Stage, TrainingProgress, digest, schedule, train
@@ -98,7 +98,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits_and_never_predicts
     loaded = load(tmp_path, "cpu", torch.float32)
     tokens = torch.randint(16, 4096, (2, 40))
     with torch.inference_mode():
-        ours = loaded.logits(loaded.hidden(tokens))
+        ours = loaded.logits(loaded.compute_hidden(tokens))
         theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert not torch.isin(ours.argmax(-1), torch.tensor(UNUSED_IDS)).any()
@@ -136,7 +136,7 @@ def test_a_corpus_comes_back_from_its_file_with_its_digest(tmp_path):
 
 
 def test_the_smallest_recipe_keeps_every_stage():
-    small = smallest(TARGET)
+    small = shrink_recipe(TARGET)
     assert [stage.name for stage in small.stages] == [stage.name for stage in TARGET.stages]
     assert [cycle.rates for cycle in small.cycles] == [cycle.rates for cycle in TARGET.cycles]
 
@@ -161,7 +161,7 @@ class Untaught(Qwen3):
     """The loss as it was: an id that is out of the softmax may be a label."""
 
     def forward(self, tokens, weights):
-        scores = self.logits(self.hidden(tokens[:, :-1].long())) + self.unused
+        scores = self.logits(self.compute_hidden(tokens[:, :-1].long())) + self.unused
         losses = torch.nn.functional.cross_entropy(
             scores.flatten(0, 1), tokens[:, 1:].long().flatten(), reduction="none"
         )
@@ -213,14 +213,14 @@ def test_all_of_it_runs_small_and_is_taken_up_again(source, tokenizer, tmp_path,
     monkeypatch.setattr(evaluate, "STRANGE_PROMPTS", evaluate.STRANGE_PROMPTS[:1])
     monkeypatch.setattr(draft, "BLOCKS", (4,))
     folders = Folders(out, out / "draft", work)
-    before = evolve(smallest(TARGET), cycles=smallest(TARGET).cycles[:1])
+    before = evolve(shrink_recipe(TARGET), cycles=shrink_recipe(TARGET).cycles[:1])
     run(before, work, out, DemoLimits(math.inf, 0, 0))
-    draft.run(smallest_draft(draft.DRAFT), folders, draft.DraftLimits(math.inf, 0, 0))
-    run(smallest(TARGET), work, out, DemoLimits(math.inf, 0, 2))
+    draft.run(shrink_draft_recipe(draft.DRAFT), folders, draft.DraftLimits(math.inf, 0, 0))
+    run(shrink_recipe(TARGET), work, out, DemoLimits(math.inf, 0, 2))
     for first in (0, 1):
-        draft.run(smallest_draft(draft.AGAIN), folders, draft.DraftLimits(math.inf, 0, first, again=True))
+        draft.run(shrink_draft_recipe(draft.AGAIN), folders, draft.DraftLimits(math.inf, 0, first, again=True))
     assert "training took" in capsys.readouterr().out
-    card, small = " ".join((out / "README.md").read_text().split()), smallest(TARGET)
+    card, small = " ".join((out / "README.md").read_text().split()), shrink_recipe(TARGET)
     assert f"3 steps of 2 windows of {small.stages[0].shape.length} tokens" in card
     assert "attrs 26" in card
     assert "held-out code, other authors, nats a token" in card

@@ -103,9 +103,11 @@ class GgufTensor:
     def read_packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:
         """Return a tensor that has a layout, packed. Nothing is unpacked."""
         rows, columns = self.shape
-        each = columns // self.stored.packing.count
+        block_count = columns // self.stored.packing.count
         found = self._join_blocks(fetch(self._source, name))
-        matrix = check_levels(found.map_tensors(lambda one: one.reshape(rows, each * one.shape[1])), self.file, name)
+        matrix = check_levels(
+            found.map_tensors(lambda tensor: tensor.reshape(rows, block_count * tensor.shape[1])), self.file, name
+        )
         return matrix if self.undo is None else rearrange(matrix, self.undo)
 
     def with_dtype(self, dtype: torch.dtype) -> GgufTensor:
@@ -130,7 +132,7 @@ class GgufTensor:
         _, first = next(pieces)
         if len(first.steps) == count:
             return first
-        whole = first.map_tensors(lambda one: one.new_empty(count, one.shape[1]))
+        whole = first.map_tensors(lambda tensor: tensor.new_empty(count, tensor.shape[1]))
         for at, piece in chain([(0, first)], pieces):
             for target, source in zip(whole.tensors, piece.tensors, strict=True):
                 if target is not None and source is not None:
@@ -179,8 +181,8 @@ class JoinedTensor:
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
-        each = [part.sources for part in self.parts]
-        return tuple(chain.from_iterable(each)) if all(each) else ()
+        sources_of_parts = [part.sources for part in self.parts]
+        return tuple(chain.from_iterable(sources_of_parts)) if all(sources_of_parts) else ()
 
     def read(self, name: str, fetch: Fetch = TensorEntry.read) -> Tensor:
         joined = self.join([part.read(name, fetch).to(self.dtype) for part in self.parts]).contiguous()

@@ -128,9 +128,9 @@ class GgufHeader:
             raise CheckpointError(
                 f"{self.path}: {name} is {'missing' if found is None else f'not a list of {element_kind}'}"
             )
-        one = _SCALARS[found.kind]
-        numbers = array(one.format[1:])
-        numbers.frombytes(self.data[found.start : found.start + found.count * one.size])
+        scalar = _SCALARS[found.kind]
+        numbers = array(scalar.format[1:])
+        numbers.frombytes(self.data[found.start : found.start + found.count * scalar.size])
         return numbers.tolist()
 
 
@@ -294,10 +294,10 @@ class _HeaderReader:
             raise self.make_error(f"{what} is not UTF-8 text") from None
 
     def read_scalar(self, kind: int) -> int | float | bool:
-        one = _SCALARS[kind]
-        self.read_until(self.position + one.size)
-        (value,) = one.unpack_from(self.data, self.position)
-        self.position += one.size
+        scalar = _SCALARS[kind]
+        self.read_until(self.position + scalar.size)
+        (value,) = scalar.unpack_from(self.data, self.position)
+        self.position += scalar.size
         return value
 
     def take_bytes(self, count: int) -> bytes:

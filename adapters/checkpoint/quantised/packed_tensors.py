@@ -138,7 +138,7 @@ def match_packing(
     if not fitting:
         raise CheckpointError(f"{folder}: {complaints[0]}")
     if len(fitting) > 1:
-        both = " and as ".join(str(one.packing) for one in fitting)
+        both = " and as ".join(str(group.packing) for group in fitting)
         raise CheckpointError(f"{folder}: the tensors of {module[:200]} can be read as {both}; accepted: one way")
     return fitting[0]
 

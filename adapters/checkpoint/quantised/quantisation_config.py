@@ -147,8 +147,8 @@ class Section:
         """Return a value, which must be one of the accepted ones. default: used where it is missing or null."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if not any(value == one and type(value) is type(one) for one in accepted):
-            raise self.make_error(name, ", ".join("null" if one is None else repr(one) for one in accepted))
+        if not any(value == choice and type(value) is type(choice) for choice in accepted):
+            raise self.make_error(name, ", ".join("null" if choice is None else repr(choice) for choice in accepted))
         return value
 
     def read_size(self, name: str, default: int | None = None) -> int:
@@ -165,7 +165,7 @@ class Section:
         if (
             not isinstance(value, list)
             or len(value) != 2
-            or not all(isinstance(one, int) and not isinstance(one, bool) and 1 <= one <= MAX_SIZE for one in value)
+            or not all(isinstance(item, int) and not isinstance(item, bool) and 1 <= item <= MAX_SIZE for item in value)
         ):
             raise self.make_error(name, f"two integers in 1..{MAX_SIZE}")
         return value[0], value[1]
@@ -184,7 +184,7 @@ class Section:
             if (
                 not isinstance(value, list)
                 or len(value) > MAX_LISTED_MODULES
-                or not all(isinstance(one, str) for one in value)
+                or not all(isinstance(item, str) for item in value)
             ):
                 raise self.make_error(name, f"null, or a list of up to {MAX_LISTED_MODULES} names")
             found |= set(value)

@@ -145,7 +145,8 @@ def round_rows(rows: Tensor, bits: int) -> PackedMatrix:
     groups = padded.view(-1, GROUP)
     steps, scale, zero = round_symmetric(groups) if bits == 8 else round_affine(groups)
     levels = (scale.bfloat16(), None, zero)
-    return PackedMatrix(LAYOUTS[bits], *(None if one is None else one.view(len(rows), -1) for one in (steps, *levels)))  # type: ignore[arg-type]
+    tensors = [None if tensor is None else tensor.view(len(rows), -1) for tensor in (steps, *levels)]
+    return PackedMatrix(LAYOUTS[bits], *tensors)  # type: ignore[arg-type]
 
 
 def round_symmetric(groups: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -165,7 +166,7 @@ def round_affine(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         steps = (groups / scale).add_(zero).round_().clamp_(0, 15)
         error = ((steps - zero).mul_(scale) - groups).square_().sum(1, keepdim=True)
         better = error < least
-        best = [torch.where(better, one, before) for one, before in zip((steps, scale, zero), best, strict=True)]
+        best = [torch.where(better, tried, before) for tried, before in zip((steps, scale, zero), best, strict=True)]
         least = torch.where(better, error, least)
     return best[0].to(torch.uint8), best[1], best[2].to(torch.int8)
 

@@ -136,30 +136,30 @@ class RunningJobs:
             self._wakeup.set_result(None)
 
     def cancel(self, reason: CancelReason) -> None:
-        for one in list(self._streams):
-            one.ticket.cancel(reason)
+        for stream in list(self._streams):
+            stream.ticket.cancel(reason)
 
     async def next_events(self) -> Sequence[AnswerEvent]:
         """Wait for events and return them. The end of a choice comes alone. Return nothing when all choices have
         ended.
         """
         while self._streams:
-            for one in self._streams:
-                if one.outcome is not None:
-                    self._streams.remove(one)
-                    return (await self._finish(one, one.outcome),)
+            for stream in self._streams:
+                if stream.outcome is not None:
+                    self._streams.remove(stream)
+                    return (await self._finish(stream, stream.outcome),)
             await self._wakeup
             self._wakeup = get_running_loop().create_future()
-            if events := [event for one in self._streams for event in one.collect()]:
+            if events := [event for stream in self._streams for event in stream.collect()]:
                 return events
         return ()
 
     async def _finish(self, stream: JobStream, closed: Closed) -> FinishedChoice:
         ended = stream.finish(closed)
-        one = stream.planned_job
+        planned_job = stream.planned_job
         if closed.diverged is None:
             return ended
-        explained = partial(explain_miss, closed.diverged, one.job, one.messages, self.tokenizer)
+        explained = partial(explain_miss, closed.diverged, planned_job.job, planned_job.messages, self.tokenizer)
         return evolve(ended, miss_explanation=await anyio.to_thread.run_sync(explained))
 
     def start_deadline(self, seconds: float) -> None:
@@ -171,9 +171,9 @@ class RunningJobs:
         self._deadline_timer = get_running_loop().call_later(ENGINE_GRACE_S, self._end_overdue)
 
     def _end_overdue(self) -> None:
-        for one in self._streams:
-            report = Report(len(one.planned_job.job.prompt))
-            one.end_overdue(Closed("deadline", report, "the engine did not answer", {}))
+        for stream in self._streams:
+            report = Report(len(stream.planned_job.job.prompt))
+            stream.end_overdue(Closed("deadline", report, "the engine did not answer", {}))
         self._wake()
 
     def close(self) -> None:
@@ -190,8 +190,8 @@ def run_jobs(
     """Submit all jobs at once. Jobs that have not ended when the block ends are cancelled as `client_gone`."""
     run = RunningJobs(tokenizer)
     try:
-        for one in planned:
-            run.add(one, door.submit(one.job))
+        for planned_job in planned:
+            run.add(planned_job, door.submit(planned_job.job))
         if options.times.request_timeout_s is not None:
             run.start_deadline(options.times.request_timeout_s)
         yield run

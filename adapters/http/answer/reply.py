@@ -156,7 +156,7 @@ class Reply:
                         ended.append(self._check_choice(event))
                         self.on_choice_end(self.shape.id, event)
         said = {index: join_deltas(parts) for index, parts in texts.items()}
-        ended.sort(key=lambda one: one.index)
+        ended.sort(key=lambda choice: choice.index)
         self.finish_reason = ended[0].outcome.finish
         body = self.shape.build_answer(said, ended)
         await JSONResponse(body, headers=self._headers())(scope, receive, send)
@@ -179,7 +179,7 @@ class Reply:
             frames = b"".join([frame for event in came for frame in self._frames(event, reports, ended)])
             if frames and not self._write_now(frames):
                 await self._send(send, [frames])
-        ended.sort(key=lambda one: one.index)
+        ended.sort(key=lambda choice: choice.index)
         self.finish_reason = ended[0].outcome.finish
         await self._send(send, self.shape.stream_closing(ended), more=False)
 

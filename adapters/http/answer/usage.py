@@ -19,15 +19,15 @@ TOOL_CHOICE_RESULTS = {None: None, True: "kept", False: "not_kept"}
 
 def count_usage(ended: Sequence[FinishedChoice]) -> dict[str, Any]:
     """Return the tokens of a whole request. Each prompt counts once, and the answers add up."""
-    first = {one.planned_job.prompt_index: one for one in reversed(ended)}.values()
-    prompt = sum(len(one.planned_job.job.prompt) for one in first)
-    answer = sum(one.tokens for one in ended)
+    first = {choice.planned_job.prompt_index: choice for choice in reversed(ended)}.values()
+    prompt = sum(len(choice.planned_job.job.prompt) for choice in first)
+    answer = sum(choice.tokens for choice in ended)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": sum(one.outcome.report.restored_tokens for one in first)},
-        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in ended)},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.outcome.report.restored_tokens for choice in first)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in ended)},
     }
 
 
@@ -149,7 +149,7 @@ def describe_choices(ended: Sequence[FinishedChoice], options: EdgeOptions) -> d
     """Return the first choice's `rekindle` object. With several choices, `jobs` lists the objects of all in their
     order.
     """
-    described = [describe_choice(one, options) for one in ended]
+    described = [describe_choice(choice, options) for choice in ended]
     return described[0] if len(described) == 1 else {**described[0], "jobs": described}
 
 

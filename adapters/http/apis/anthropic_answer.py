@@ -61,8 +61,8 @@ class MessageShape:
     def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
         self._last_event_time = time.monotonic()
         for piece in merge_pieces(said.pieces):
-            for one in self.blocks.push(piece):
-                yield from map(encode_message_event, self.make_block_events(one))
+            for event in self.blocks.push(piece):
+                yield from map(encode_message_event, self.make_block_events(event))
 
     def make_block_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
         index = {"index": event.block.index}
@@ -98,8 +98,8 @@ class MessageShape:
             yield encode_message_event(NOTHING_NEW)
 
     def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
-        for one in self.blocks.close_block():
-            yield from map(encode_message_event, self.make_block_events(one))
+        for event in self.blocks.close_block():
+            yield from map(encode_message_event, self.make_block_events(event))
         more = {"rekindle": figures.describe_choice(ended, self.options)}
         reason = self.find_stop_reason(ended)
         delta = {"stop_reason": reason, "stop_sequence": find_stop_sequence(ended, reason), "stop_details": None}
@@ -112,15 +112,15 @@ class MessageShape:
         yield encode_event(make_anthropic_error(error, self.id), "error")
 
     def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> dict[str, Any]:
-        (one,) = ended
+        (choice,) = ended
         for pieces in said.values():
             for piece in pieces.pieces:
                 list(self.blocks.push(piece))
         list(self.blocks.close_block())
         content = [self.make_block(block) for block in self.blocks.finished_blocks]
-        reason = self.find_stop_reason(one)
-        message = self.make_message(content, reason, find_stop_sequence(one, reason), make_usage(one))
-        return {**message, "rekindle": figures.describe_choice(one, self.options)}
+        reason = self.find_stop_reason(choice)
+        message = self.make_message(content, reason, find_stop_sequence(choice, reason), make_usage(choice))
+        return {**message, "rekindle": figures.describe_choice(choice, self.options)}
 
     def make_block(self, block: Block) -> dict[str, Any]:
         """Return a complete block. The arguments of a call are a JSON object, even if the answer was cut off in

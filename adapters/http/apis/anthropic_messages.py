@@ -150,7 +150,7 @@ def guess_speaker(value: Any) -> Speaker:
     if role in ("assistant", "system"):
         return "assistant" if role == "assistant" else "system"
     blocks = content if isinstance(content, list) else ()
-    return "tool" if any(isinstance(one, dict) and one.get("type") == "tool_result" for one in blocks) else "user"
+    return "tool" if any(isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks) else "user"
 
 
 def holds_earlier_turn(value: Any) -> bool:

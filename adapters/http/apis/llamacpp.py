@@ -68,18 +68,21 @@ async def read_request(
     prompt = fields.data.get("prompt")
     path = fields.path_of("prompt")
     several = isinstance(prompt, list) and int not in set(map(type, prompt))
-    listed = [unwrap_prompt(one) for one in (prompt if isinstance(prompt, list) and several else [prompt])]
+    listed = [
+        unwrap_prompt(listed_prompt) for listed_prompt in (prompt if isinstance(prompt, list) and several else [prompt])
+    ]
     if not listed or len(listed) > options.limits.max_prompts:
         raise invalid(path, f"must have 1 to {options.limits.max_prompts} prompts, not {len(listed)}")
     paths = [f"{path}[{index}]" if several else path for index in range(len(listed))]
     special = fields.flag("parse_special", True)  # its clients render templates themselves
     encoding = TextEncoding(special, caller.has_left)
     read = [
-        await encode_mixed_prompt(one, where, encoding, text, options) for one, where in zip(listed, paths, strict=True)
+        await encode_mixed_prompt(mixed_prompt, where, encoding, text, options)
+        for mixed_prompt, where in zip(listed, paths, strict=True)
     ]
     said = [await anyio.to_thread.run_sync(decode_prompt, text.tokenizer, tokens) for tokens in read]
     wanted = fields.items("response_fields", MOST_FIELDS) or []
-    if not all(isinstance(one, str) for one in wanted):
+    if not all(isinstance(name, str) for name in wanted):
         raise fields.wrong_value("response_fields", "an array of strings, such as 'generation_settings/n_predict'")
     details = LlamaDetails(said, several, wanted, fields.flag("return_tokens"))
     return ParsedRequest(controls, read, paths, details)
@@ -165,7 +168,9 @@ class LlamaShape:
         yield encode_event(make_openai_error(error))
 
     def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> Any:
-        answers = [self.make_final_part(said.get(one.index, AnswerDelta(one.index, ())), one) for one in ended]
+        answers = [
+            self.make_final_part(said.get(choice.index, AnswerDelta(choice.index, ())), choice) for choice in ended
+        ]
         return answers if self.request.details.has_several_prompts else answers[0]
 
     def make_final_part(self, said: AnswerDelta, ended: FinishedChoice) -> dict[str, Any]:

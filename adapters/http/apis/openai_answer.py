@@ -79,7 +79,9 @@ class OpenAiShape(ABC, Generic[D]):
     def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> dict[str, Any]:
         return {
             **self.make_head(self.whole_kind),
-            "choices": [self.make_choice(said.get(one.index, AnswerDelta(one.index, ())), one) for one in ended],
+            "choices": [
+                self.make_choice(said.get(choice.index, AnswerDelta(choice.index, ())), choice) for choice in ended
+            ],
             "usage": figures.count_usage(ended),
             "timings": figures.make_timings(ended[0]),
             "rekindle": figures.describe_choices(ended, self.options),
@@ -181,11 +183,13 @@ class CompletionShape(OpenAiShape["BestOf | None"]):
         self, choices: Sequence[dict[str, Any]], said: Mapping[int, AnswerDelta], best: BestOf
     ) -> Iterator[dict[str, Any]]:
         """Yield the best answers to each prompt: those with the highest logprob per token, the best one first."""
-        each = self.controls.choices
+        per_prompt = self.controls.choices
         hidden = {} if best.shows_logprobs else {"logprobs": None}
         index = 0
-        for first in range(0, len(choices), each):
-            ranked = sorted(choices[first : first + each], key=lambda one: -mean_logprob(said.get(one["index"])))
+        for first in range(0, len(choices), per_prompt):
+            ranked = sorted(
+                choices[first : first + per_prompt], key=lambda choice: -mean_logprob(said.get(choice["index"]))
+            )
             for choice in ranked[: best.count]:
                 yield {**choice, "index": index, **hidden}
                 index += 1

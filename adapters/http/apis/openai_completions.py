@@ -85,8 +85,8 @@ async def read_prompts(
     kinds = {type(item) for item in listed}
     if kinds == {str}:
         encoding = TextEncoding(special, has_left)
-        each = zip(listed, paths, strict=True)
-        return [await encode_prompt(prompt, where, encoding, text, options) for prompt, where in each], paths
+        prompts = zip(listed, paths, strict=True)
+        return [await encode_prompt(prompt, where, encoding, text, options) for prompt, where in prompts], paths
     if kinds == {list}:
         for item, where in zip(listed, paths, strict=True):
             if len(item) >= options.max_prompt_tokens:  # this comes before millions of tokens are checked

@@ -42,9 +42,10 @@ def describe_output(item: Fields) -> str:
     """Return the output of such a call."""
     kind = str(item.data["type"]).removesuffix("_call_output")
     output = item.data.get("output")
-    parts = (
-        [describe_chunk(one) for one in output] if isinstance(output, list) else [write_value(output)] if output else []
-    )
+    chunks = output if isinstance(output, list) else []
+    parts = [describe_chunk(chunk) for chunk in chunks]
+    if output and not isinstance(output, list):
+        parts = [write_value(output)]
     status = f", {read_text(item.data, 'status')}" if kind == "apply_patch" and read_text(item.data, "status") else ""
     return "\n".join([f"[output of the {kind.removeprefix('local_')} call{status}]", *filter(None, parts)])
 

@@ -94,9 +94,9 @@ class ResponseShape:
 
     def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
         for piece, logprobs in self.pair_with_logprobs(said):
-            for one in self.blocks.push(piece):
+            for event in self.blocks.push(piece):
                 timings = figures.make_pace_fields(said, self.request.controls)
-                yield from self.stream_block(one, logprobs=logprobs, timings=timings)
+                yield from self.stream_block(event, logprobs=logprobs, timings=timings)
 
     def pair_with_logprobs(self, said: AnswerDelta) -> Iterator[tuple[AnswerPiece, list[dict[str, Any]]]]:
         """Yield each piece with the logprobs of its tokens, if these were requested."""
@@ -128,16 +128,16 @@ class ResponseShape:
         yield self.number_event("response.in_progress", response=self.make_response())
 
     def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
-        for one in self.close_blocks():
-            yield from self.stream_block(one, cut=self.is_cut(ended))
+        for event in self.close_blocks():
+            yield from self.stream_block(event, cut=self.is_cut(ended))
 
     def stream_closing(self, ended: Sequence[FinishedChoice]) -> Iterable[bytes]:
         final = self.make_final(ended[0])
         yield self.number_event(f"response.{final['status']}", response=final, timings=final["timings"])
 
     def stream_error(self, error: ApiError) -> Iterable[bytes]:
-        for one in self.blocks.close_block():
-            yield from self.stream_block(one, cut=True)
+        for event in self.blocks.close_block():
+            yield from self.stream_block(event, cut=True)
         self.status = "cancelled" if error.code == "cancelled" else "failed"
         described = None if self.status == "cancelled" else {"code": ERROR_CODES.get(error.code or "", "server_error")}
         final = {**self.make_response(), "error": described and {**described, "message": error.message}}
@@ -204,8 +204,8 @@ class ResponseShape:
     # -- the response
 
     def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> dict[str, Any]:
-        for one in said.values():
-            for piece, _ in self.pair_with_logprobs(one):
+        for delta in said.values():
+            for piece, _ in self.pair_with_logprobs(delta):
                 list(self.blocks.push(piece))
         list(self.close_blocks())
         return self.make_final(ended[0])
@@ -269,8 +269,8 @@ class ResponseShape:
         cut = "completed" if self.status == "completed" else "incomplete"
         last = len(self.blocks.finished_blocks) - 1
         output = [
-            self.make_item(one, cut if one.index == last else "completed")
-            for one in self.blocks.finished_blocks
+            self.make_item(finished_block, cut if finished_block.index == last else "completed")
+            for finished_block in self.blocks.finished_blocks
             if over
         ]
         return {

@@ -163,8 +163,8 @@ class CallerTurns:
         it on a worker thread.
         """
         said, _ = read_history(messages, self.owner)
-        found = (self.memory.find_record(self.owner, one) for one in reversed(said))
-        return next((one[1].moved for one in found if one is not None), None)
+        found = (self.memory.find_record(self.owner, said_turn) for said_turn in reversed(said))
+        return next((record[1].moved for record in found if record is not None), None)
 
 
 @frozen

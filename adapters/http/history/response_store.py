@@ -104,8 +104,8 @@ class ResponseFolder:
             if len(found) > MAX_CONVERSATION or most < 0:
                 raise OverflowError
             _, name = decode_header(raw)
-        for one in found:  # the newest is dropped first: without the older ones it would be worth nothing
-            self.responses.mark_used(one)
+        for response_id in found:  # the newest is dropped first: without the older ones it would be worth nothing
+            self.responses.mark_used(response_id)
         return [*found.values()][::-1]
 
 

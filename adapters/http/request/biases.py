@@ -33,19 +33,19 @@ def read_biases(fields: Fields, model: EdgeModel, tokenizer: Tokenizer) -> tuple
     listed = [*parse_biases(fields)]
     if len(listed) > MAX_BIASES:
         raise too_many(path, len(listed))
-    texts = [one.target for one in listed if isinstance(one.target, str)]
+    texts = [entry.target for entry in listed if isinstance(entry.target, str)]
     if sum(map(len, texts)) > MAX_TEXT_CHARACTERS:
         raise invalid(path, f"must have texts of at most {MAX_TEXT_CHARACTERS} characters together")
     tokens = iter(tokenizer.encode_now(texts) if texts else ())
     read: dict[int, float] = {}
-    for one in listed:
-        bias = check_bias(one)
-        if isinstance(one.target, str):
+    for entry in listed:
+        bias = check_bias(entry)
+        if isinstance(entry.target, str):
             read |= dict.fromkeys(next(tokens), bias)
-        elif 0 <= one.target < model.vocab:
-            read[one.target] = bias
+        elif 0 <= entry.target < model.vocab:
+            read[entry.target] = bias
         else:
-            raise invalid(path, f"the key {one.target} is not a token id from 0 to {model.vocab - 1}")
+            raise invalid(path, f"the key {entry.target} is not a token id from 0 to {model.vocab - 1}")
     if len(read) > MAX_BIASES:
         raise too_many(path, len(read))
     return tuple(sorted(read.items()))

@@ -79,8 +79,8 @@ def interpolate_keep(curve: Points, tokens: int) -> int:
     after = bisect_right(curve, (tokens, WHOLE))
     if after in {0, len(curve)}:
         return curve[max(0, after - 1)][1]
-    (low, one), (high, other) = curve[after - 1 : after + 1]
-    return one + (other - one) * (tokens - low) // (high - low)
+    (low, ratio), (high, other) = curve[after - 1 : after + 1]
+    return ratio + (other - ratio) * (tokens - low) // (high - low)
 
 
 def make_compression(

@@ -145,7 +145,7 @@ async def translate_errors(work: Awaitable[T], path: str) -> T:
 def check_value_count(conversation: Conversation, path: str) -> None:
     """Raise ApiError if the arguments of calls hold too many JSON values."""
     arguments = [call.arguments for message in conversation.messages for call in message.calls]
-    if sum(one.count(mark) for one in arguments for mark in "[{,") > MAX_ARGUMENT_VALUES:
+    if sum(argument.count(mark) for argument in arguments for mark in "[{,") > MAX_ARGUMENT_VALUES:
         raise invalid(path, f"the arguments of its tool calls have more than {MAX_ARGUMENT_VALUES} values in all")
 
 

@@ -193,7 +193,7 @@ def extract_document_text(part: Mapping[str, Any]) -> str | None:
         text = extract_data_text(inner)
     else:
         return None
-    return None if text is None else "\n".join([*(one for one in head if isinstance(one, str) and one), text])
+    return None if text is None else "\n".join([*(part for part in head if isinstance(part, str) and part), text])
 
 
 def join_text_blocks(content: Any) -> str | None:
@@ -202,7 +202,7 @@ def join_text_blocks(content: Any) -> str | None:
         return content
     if not isinstance(content, list):
         return None
-    texts = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
     strings = [text for text in texts if isinstance(text, str)]
     return "\n".join(strings) if len(strings) == len(content) else None
 

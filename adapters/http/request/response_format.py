@@ -118,7 +118,7 @@ def read_vendor_format(fields: Fields, name: str, kind: str) -> ResponseFormat |
             return make_schema_format(parse_schema(value, path), path)
         case "regex", str():
             grammar = Grammar("regex", value)
-        case "choice", [_, *_] if len(value) <= MOST_CHOICES and all(isinstance(one, str) and one for one in value):
+        case "choice", [_, *_] if len(value) <= MOST_CHOICES and all(isinstance(word, str) and word for word in value):
             grammar = Grammar("lark", "start: " + " | ".join(map(json.dumps, value)))
         case "grammar", str():
             return ResponseFormat(Grammar("lark", value), path, translate=True)

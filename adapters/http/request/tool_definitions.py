@@ -187,13 +187,16 @@ class SkippedTools:
             case "required" | {"type": "any"} if not offered:
                 return "required"
             case {"type": "allowed_tools", "tools": [*listed]}:
-                kinds = {one["type"] for one in listed if isinstance(one, dict) and isinstance(one.get("type"), str)}
+                kinds = {
+                    tool["type"] for tool in listed if isinstance(tool, dict) and isinstance(tool.get("type"), str)
+                }
                 return "allowed_tools" if kinds and not kinds & set(OFFERED_TYPES) else ""
             case {"type": "function" | "custom" | "tool", "name": str(name)}:
                 return name if name in self.names and name not in offered else ""
             case {"type": str(kind)}:
                 # `web_search_preview` is asked for by clients that declare `web_search`, and the other way round
-                return kind if any(one.startswith(kind) or kind.startswith(one) for one in self.kinds) else ""
+                is_known = any(known.startswith(kind) or kind.startswith(known) for known in self.kinds)
+                return kind if is_known else ""
         return ""
 
     @property

@@ -82,6 +82,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, UnsupportedField] = {
 
 def refuse_unsupported(fields: Fields, missing: Mapping[str, UnsupportedField]) -> None:
     """Raise ApiError for the first field that requests something unsupported."""
-    for name, one in missing.items():
-        if fields.has(name) and fields.data[name] not in one.harmless:
-            raise invalid(fields.path_of(name), one.reason, "unsupported_parameter")
+    for name, reason in missing.items():
+        if fields.has(name) and fields.data[name] not in reason.harmless:
+            raise invalid(fields.path_of(name), reason.reason, "unsupported_parameter")

@@ -117,12 +117,12 @@ class CpuExperts:
 
     @property
     def host_bytes(self) -> int:
-        return sum(one.host_bytes for one in tuple(self._loaded))
+        return sum(experts.host_bytes for experts in tuple(self._loaded))
 
     @property
     def device_bytes(self) -> int:
         """Bytes of shared experts."""
-        return count_bytes([one.shared for one in self._loaded if one.shared is not None])
+        return count_bytes([experts.shared for experts in self._loaded if experts.shared is not None])
 
     def close(self) -> None:
         """Give the memory back. The object cannot be used afterwards."""

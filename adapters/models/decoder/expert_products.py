@@ -34,7 +34,7 @@ def list_host_tensors(config: ModelConfig, layers: range) -> list[str]:
 
 def list_expert_matrices(config: ModelConfig, layers: range | None = None) -> Iterator[Matrix]:
     """Yield every weight of the experts of these layers, or of all."""
-    return (one for one in config.matrices(layers) if EXPERTS in one[1][0][0])
+    return (matrix for matrix in config.matrices(layers) if EXPERTS in matrix[1][0][0])
 
 
 def list_expert_products(
@@ -46,7 +46,7 @@ def list_expert_products(
     """
     assert config.experts is not None
     matrices = list(list_expert_matrices(config))
-    parts = [part for one in matrices for part in packed_parts(*one, layouts)] if layouts else []
+    parts = [part for matrix in matrices for part in packed_parts(*matrix, layouts)] if layouts else []
     # The layers that the probe runs have a router for fewer experts.
     routers = [shape.router_outputs for shape in (config.experts, config.experts.shrink_for_probe())]
     weights = [*(Weight(outputs, config.hidden_size) for outputs in routers), *(weight for weight, _ in matrices)]

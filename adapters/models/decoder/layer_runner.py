@@ -225,7 +225,7 @@ class LayerRunner:
         """Return the layers with attention, by number, with their caches."""
         layers = zip(self.spec.layers, self.layers, strict=True)
         indices = self.layout.indices
-        return {number: (one, caches[indices[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
+        return {number: (layer, caches[indices[number]]) for number, layer in layers if isinstance(layer, DecoderLayer)}
 
     def close(self) -> None:
         self.layers = ()

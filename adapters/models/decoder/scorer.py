@@ -334,7 +334,7 @@ class Scoring:
     @property
     def nbytes(self) -> int:
         near = 0 if self._near is None else self._near.nbytes
-        return near + sum(one.nbytes for one in (self._hidden, self._kv, self._keys, self._tail, self._most))
+        return near + sum(buffer.nbytes for buffer in (self._hidden, self._kv, self._keys, self._tail, self._most))
 
 
 def normalize_heads(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:

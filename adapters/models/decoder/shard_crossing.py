@@ -90,16 +90,20 @@ class CrossingPort:
         cache, index = self.find_cache(layer)
         spec = cache.spec
         at = 0
-        for one in step.segments:
-            part = numbers[at : at + one.count].contiguous().view(torch.uint8)
-            rows = part.view(one.count, len(cache.layout.parts), spec.heads, -1).permute(1, 2, 0, 3)
-            cache.put_bytes(index, one.slot, one.start, rows)
-            at += one.count
+        for segment in step.segments:
+            part = numbers[at : at + segment.count].contiguous().view(torch.uint8)
+            rows = part.view(segment.count, len(cache.layout.parts), spec.heads, -1).permute(1, 2, 0, 3)
+            cache.put_bytes(index, segment.slot, segment.start, rows)
+            at += segment.count
 
     def _read_rows(self, layer: int, step: Step, numbers: Tensor) -> None:
         cache, index = self.find_cache(layer)
         at = 0
-        for one in step.segments:
-            rows = cache.read(index, one.slot, one.start, one.start + one.count).permute(2, 0, 1, 3).flatten(1)
-            numbers[at : at + one.count].copy_(rows.contiguous().view(numbers.dtype))
-            at += one.count
+        for segment in step.segments:
+            rows = (
+                cache.read(index, segment.slot, segment.start, segment.start + segment.count)
+                .permute(2, 0, 1, 3)
+                .flatten(1)
+            )
+            numbers[at : at + segment.count].copy_(rows.contiguous().view(numbers.dtype))
+            at += segment.count

@@ -76,4 +76,4 @@ class ChainedBatch(BlockBatch):
             first = self.step_rows
             self.sources[:rows].copy_(torch.arange(first, first + rows, device=self.device))
             self.source = "draft"
-        self.segments = tuple(Segment(one.slot, one.start + 1, one.count) for one in self.segments)
+        self.segments = tuple(Segment(segment.slot, segment.start + 1, segment.count) for segment in self.segments)

@@ -239,7 +239,7 @@ def _find_own_settings(text: Mapping[str, Any], types: Sequence[str]) -> Mapping
         # Numbers of layers may have leading zeros, so that all of them are as long.
         own = {name.lstrip("0") or "0": settings for name, settings in by_layer.items()}
         found = [own.get(str(layer), {}) for layer, kind in enumerate(types) if kind == FULL]
-        if not all(isinstance(one, Mapping) and one == found[0] for one in found):
+        if not all(isinstance(parameters, Mapping) and parameters == found[0] for parameters in found):
             raise CheckpointError("config.json: per_layer_config is not the same for all layers that see all rows")
         return {"head_dim": text["head_dim"], **found[0]}
     shared = text.get("num_global_key_value_heads") if read_flag(text, "attention_k_eq_v") else None

@@ -73,7 +73,9 @@ class LayerBench:
         layout = shard.rows.layout
         place = {"device": shard.spec.device, "dtype": shard.spec.dtype}
         heads = partial(torch.empty, (spec.heads, self.capacity, layout.head), **place)
-        drawn = [one for _ in shard.rows.layers for one in layout.encode(lambda: heads().normal_(generator=generator))]
+        drawn = [
+            tensor for _ in shard.rows.layers for tensor in layout.encode(lambda: heads().normal_(generator=generator))
+        ]
         shard.rows.import_(0, 0, dict(zip(spec.names, drawn, strict=True)))
         for slot in range(1, PROBED_SLOTS):
             shard.rows.copy(0, slot, self.capacity)

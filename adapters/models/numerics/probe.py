@@ -119,13 +119,13 @@ def probe(
         _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers, experts=experts)
         for small, layers, own in packed_in(config.list_probed_layers(), layouts)
     ]
-    broken = {bucket: why for one in found for bucket, why in one.broken.items()}
+    broken = {bucket: why for layer_result in found for bucket, why in layer_result.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)
     buckets_hold = proof.holds and chunk not in broken and (len(kept) > 1 or len(buckets) == 1)
     if not buckets_hold:
-        narrow = [bucket for bucket in buckets[:-1] if all(bucket in one.widths for one in found)]
+        narrow = [bucket for bucket in buckets[:-1] if all(bucket in layer_result.widths for layer_result in found)]
         kept = tuple(sorted({*narrow[:1], chunk}))
-    fingerprint = "-".join(one.fingerprint for one in found)
+    fingerprint = "-".join(layer_result.fingerprint for layer_result in found)
     return Numerics(
         mode="buckets" if buckets_hold else "grid",
         buckets=kept,
@@ -142,8 +142,8 @@ def probe(
             )
         ),
         seconds=time.perf_counter() - start,
-        checks=sum(one.checks for one in found) + proof.checks,
-        spans=sum(one.spans for one in found),
+        checks=sum(layer_result.checks for layer_result in found) + proof.checks,
+        spans=sum(layer_result.spans for layer_result in found),
         shapes=proof.shapes,
         plan=proof.plan,
         failures=(*proof.failures, *broken.values()),

@@ -114,25 +114,27 @@ def join_numerics(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
     If all runs have the same class, the target has that class, and the split does not matter. Otherwise its class names
     the class of each run. The plan is that of the last layers, because a draft shares their kernels.
     """
-    found = [one for _, one in parts]
-    classes = list(dict.fromkeys(one.numerics_class for one in found))
+    found = [numerics for _, numerics in parts]
+    classes = list(dict.fromkeys(numerics.numerics_class for numerics in found))
     if len(classes) == 1:
         return found[0]
-    grid = [one for one in found if one.mode == "grid"]
-    common = tuple(bucket for bucket in found[0].buckets if all(bucket in one.buckets for one in found))
+    grid = [numerics for numerics in found if numerics.mode == "grid"]
+    common = tuple(bucket for bucket in found[0].buckets if all(bucket in numerics.buckets for numerics in found))
     runs = [(name, [layers for layers, _ in run]) for name, run in groupby(parts, lambda part: part[1].numerics_class)]
     return evolve(
         found[0],
         mode="grid" if grid else "buckets",
         buckets=tuple(sorted({*common[:1], common[-1]})) if grid else common,
-        block_size=max(one.block_size for one in found),
-        kernels=", ".join(dict.fromkeys(one.kernels for one in found)),
-        threads=max(one.threads for one in found),
+        block_size=max(numerics.block_size for numerics in found),
+        kernels=", ".join(dict.fromkeys(numerics.kernels for numerics in found)),
+        threads=max(numerics.threads for numerics in found),
         numerics_class="; ".join(f"layers {run[0].start}..{run[-1].stop - 1}: {name}" for name, run in runs),
-        seconds=sum(one.seconds for one in {one.numerics_class: one for one in found}.values()),
-        checks=sum(one.checks for one in {one.numerics_class: one for one in found}.values()),
+        seconds=sum(
+            numerics.seconds for numerics in {numerics.numerics_class: numerics for numerics in found}.values()
+        ),
+        checks=sum(numerics.checks for numerics in {numerics.numerics_class: numerics for numerics in found}.values()),
         plan=found[-1].plan,
-        failures=tuple(dict.fromkeys(why for one in found for why in one.failures)),
+        failures=tuple(dict.fromkeys(why for numerics in found for why in numerics.failures)),
     )
 
 

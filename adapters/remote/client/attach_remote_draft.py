@@ -22,7 +22,9 @@ class RemoteDrafting(DraftProposer[RemoteDraft]):
     """
 
     def grow_trees(self, requests: Sequence[DraftRequest], block_requests: Sequence[BlockRequest]) -> list[Tree]:
-        asked = [asked_of(one, block_request) for one, block_request in zip(requests, block_requests, strict=True)]
+        asked = [
+            asked_of(request, block_request) for request, block_request in zip(requests, block_requests, strict=True)
+        ]
         trees = self.draft.send_draft_step(asked)
         return [chain((block_request.token,)) for block_request in block_requests] if trees is None else trees
 

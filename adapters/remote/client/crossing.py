@@ -64,7 +64,7 @@ def import_runs(
 
 
 def describe_specs(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
-    return tuple(Described(one.name, one.dtype, one.shape) for one in specs)  # type: ignore[arg-type]
+    return tuple(Described(spec.name, spec.dtype, spec.shape) for spec in specs)  # type: ignore[arg-type]
 
 
 def ask_tensors(

@@ -89,7 +89,7 @@ class Launched:
         ours, theirs = socket.socketpair()
         made = [shared_memory.make_memory(), shared_memory.make_memory()]
         with self._lock:
-            self._memory = tuple(one for one in made if one is not None)
+            self._memory = tuple(segment for segment in made if segment is not None)
             seen = self._memory if self.lender is None else (*self._memory, self.lender.descriptor)
             words = [*self.command, "--fd", ",".join(map(str, (theirs.fileno(), *seen)))]
             try:
@@ -111,7 +111,9 @@ class Launched:
         if len(self._memory) != 2 or not all(sizes):
             return None
         try:
-            out, into = (shared_memory.grow_memory(one, size) for one, size in zip(self._memory, sizes, strict=True))
+            out, into = (
+                shared_memory.grow_memory(segment, size) for segment, size in zip(self._memory, sizes, strict=True)
+            )
         except OSError:
             return None
         return Shared(out, into, lender=self.lender)
@@ -126,8 +128,8 @@ class Launched:
             self._process = None
             memory = self._memory
             self._memory = ()
-        for one in memory:
-            os.close(one)
+        for segment in memory:
+            os.close(segment)
         if process is None:
             return ""
         with suppress(subprocess.TimeoutExpired):

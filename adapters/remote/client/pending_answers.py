@@ -39,7 +39,7 @@ class Posted:
 
     def is_crowded(self, nbytes: int) -> bool:
         """Must answers be read before another request is posted? nbytes: of lent rows in that request."""
-        lent = sum(one.nbytes for one in self._questions)
+        lent = sum(question.nbytes for question in self._questions)
         return len(self._questions) >= MOST_POSTED or (lent > 0 and lent + nbytes > MOST_LENT)
 
     def read_answers(self, channel: Channel, seconds: float) -> str:

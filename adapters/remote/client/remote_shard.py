@@ -75,8 +75,8 @@ class StepBuffers:
         self.bytes = {name: bytes_of(own) for name, own in named.items()}
 
     def take(self, found: TensorBytes) -> None:
-        for one, piece in zip(found.tensors, found.pieces, strict=True):
-            self.bytes[one.name][: piece.nbytes] = piece
+        for described, piece in zip(found.tensors, found.pieces, strict=True):
+            self.bytes[described.name][: piece.nbytes] = piece
 
 
 @define(eq=False)
@@ -233,7 +233,7 @@ class RemoteShard:
         """Return the daemon's last report plus the buffers here. May be called on any thread."""
         weights, kv, buffers = self._memory
         for own in tuple(self._buffers.values()):
-            buffers += own.hidden.nbytes + sum(one.nbytes for one in own.aux_hidden_states.values())
+            buffers += own.hidden.nbytes + sum(aux_states.nbytes for aux_states in own.aux_hidden_states.values())
             buffers += 0 if own.logits is None else own.logits.nbytes
         return {"weights": weights + self.ends.nbytes, "host": 0, "kv": kv, "buffers": buffers}
 

@@ -84,7 +84,7 @@ class ServedDraft:
         return OpAnswer(DraftProposed(took, tuple(trees), None if memory == reported else memory))
 
     def _follow(self, follow: Sequence[FollowedRows], given: TensorBytes) -> None:
-        rows = sum(len(one.tokens) for one in follow)
+        rows = sum(len(followed.tokens) for followed in follow)
         dtype = dtype_name(self.draft.dtype)
         accepted = (Described("features", dtype, (rows, self.draft.hidden_size)),) if follow else ()  # type: ignore[arg-type]
         if given.tensors != accepted:
@@ -144,8 +144,10 @@ ServedDraft.ops = {
 
 
 def _steps(follow: Sequence[FollowedRows], vocab: int) -> Iterator[tuple[Step, Tensor]]:
-    for one in follow:
-        step = decode_step(one.step)
-        if step.rows != len(one.tokens) or max(one.tokens, default=0) >= vocab:
-            raise Unacceptable(f"{len(one.tokens)} tokens for {step.rows} rows, or one that the model does not have")
-        yield step, torch.tensor(one.tokens)
+    for followed in follow:
+        step = decode_step(followed.step)
+        if step.rows != len(followed.tokens) or max(followed.tokens, default=0) >= vocab:
+            raise Unacceptable(
+                f"{len(followed.tokens)} tokens for {step.rows} rows, or one that the model does not have"
+            )
+        yield step, torch.tensor(followed.tokens)

@@ -75,7 +75,7 @@ class ServedLayers:
             vocab=shard.spec.vocab_size,
             dtype=dtype_name(shard.spec.dtype),  # type: ignore[arg-type]
             rows=HeldRows(rows.names, rows.heads, rows.width, rows.dtype),  # type: ignore[arg-type]
-            states=tuple(Described(one.name, one.dtype, one.shape) for one in shard.states.specs),  # type: ignore[arg-type]
+            states=tuple(Described(spec.name, spec.dtype, spec.shape) for spec in shard.states.specs),  # type: ignore[arg-type]
             state_block=shard.states.block,
             state_checkpoints=shard.states.checkpoint_count,
             memory=self._memory(),

@@ -63,7 +63,7 @@ class Lender:
         found = list[Lent]()
         for alike in rows_of(tensors):
             names = tuple(name for name, _ in alike)
-            (first, *others) = [one for _, one in alike]
+            (first, *others) = [tensor for _, tensor in alike]
             if (offset := self._find_offset(first.data_ptr())) is None:
                 return ()
             apart = (others[0].data_ptr() - first.data_ptr()) // first.itemsize if others else 0
@@ -96,11 +96,11 @@ class Lender:
 def rows_of(tensors: Mapping[str, Tensor]) -> list[list[tuple[str, Tensor]]]:
     """Group neighbouring tensors of one shape that lie at equal distances in one storage, as the rows of a run do."""
     found = list[list[tuple[str, Tensor]]]()
-    for name, one in tensors.items():
-        if found and continues_group([member for _, member in found[-1]], one):
-            found[-1].append((name, one))
+    for name, tensor in tensors.items():
+        if found and continues_group([member for _, member in found[-1]], tensor):
+            found[-1].append((name, tensor))
         else:
-            found.append([(name, one)])
+            found.append([(name, tensor)])
     return found
 
 
@@ -122,11 +122,15 @@ class Borrower:
 
     def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
         """Return the lent tensors by name, without a copy. Raises Unacceptable for offsets outside the memory."""
-        for one in lent:
-            if len(one.shape) != len(one.strides) or one.offset % ELEMENT_BYTES[one.dtype]:
-                raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
-        memory = self._bytes(max(one.end for one in lent))
-        return {name: view for one in lent for name, view in zip(one.names, _view_lent(one, memory), strict=True)}
+        for lent_part in lent:
+            if len(lent_part.shape) != len(lent_part.strides) or lent_part.offset % ELEMENT_BYTES[lent_part.dtype]:
+                raise Unacceptable(f"{lent_part.names[0]} is lent as no tensor can lie")
+        memory = self._bytes(max(lent_part.end for lent_part in lent))
+        return {
+            name: view
+            for lent_part in lent
+            for name, view in zip(lent_part.names, _view_lent(lent_part, memory), strict=True)
+        }
 
     def run(self, spec: RowSpec, lent: LentRun) -> Integers:
         """Return lent rows as integers of their element size: `[names, heads, rows, width]` of `spec`, without a copy.

@@ -312,7 +312,9 @@ def with_logits(step: Step) -> bool:
 
 
 def encode_step(step: Step) -> Stepped:
-    return Stepped(tuple((one.slot, one.start, one.count) for one in step.segments), step.bucket, step.rows_only)
+    return Stepped(
+        tuple((segment.slot, segment.start, segment.count) for segment in step.segments), step.bucket, step.rows_only
+    )
 
 
 def decode_step(message: Stepped) -> Step:
@@ -329,5 +331,5 @@ class Having:
     @classmethod
     def of(cls, loaded: Loaded) -> Having:
         rows = loaded.rows
-        states = tuple(TensorSpec(one.name, one.dtype, one.shape) for one in loaded.states)
+        states = tuple(TensorSpec(state.name, state.dtype, state.shape) for state in loaded.states)
         return cls(RowSpec(rows.names, rows.heads, rows.width, rows.dtype), states)

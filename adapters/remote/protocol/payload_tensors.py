@@ -19,17 +19,17 @@ ALIGN = 64
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
-    return tuple(Described(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())  # type: ignore[arg-type]
+    return tuple(Described(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())  # type: ignore[arg-type]
 
 
 def find_offsets(tensors: Sequence[Described]) -> tuple[list[int], int]:
     """Return the offset of each tensor in the payload, and the size of the payload."""
     found = list[int]()
     at = 0
-    for one in tensors:
+    for described in tensors:
         at = -(-at // ALIGN) * ALIGN
         found.append(at)
-        at += one.nbytes
+        at += described.nbytes
     return found, at
 
 
@@ -47,10 +47,10 @@ def flatten_tensor(tensors: Iterable[Tensor]) -> list[memoryview]:
     """Return the payload in pieces: the bytes of each tensor and the padding between them."""
     found = list[memoryview]()
     at = 0
-    for one in tensors:
+    for tensor in tensors:
         if gap := -at % ALIGN:
             found.append(_GAP[:gap])
-        host = (one if one.device.type == "cpu" else one.cpu()).contiguous()
+        host = (tensor if tensor.device.type == "cpu" else tensor.cpu()).contiguous()
         found.append(bytes_of(host))
         at += gap + host.nbytes
     return [piece for piece in found if piece.nbytes]
@@ -69,10 +69,10 @@ class TensorBytes:
     def views(self) -> dict[str, Tensor]:
         """Return them as tensors, without a copy."""
         found = dict[str, Tensor]()
-        for one, piece in zip(self.tensors, self.pieces, strict=True):
-            dtype = torch_dtype(one.dtype)
+        for described, piece in zip(self.tensors, self.pieces, strict=True):
+            dtype = torch_dtype(described.dtype)
             flat = torch.frombuffer(piece, dtype=dtype) if piece.nbytes else torch.empty(0, dtype=dtype)
-            found[one.name] = flat.view(one.shape)
+            found[described.name] = flat.view(described.shape)
         return found
 
 
@@ -81,6 +81,8 @@ def unpack_tensors(tensors: tuple[Described, ...], payload: memoryview) -> Tenso
     begins, total = find_offsets(tensors)
     if total != payload.nbytes:
         raise Unacceptable(f"tensors of {total} bytes in a payload of {payload.nbytes}")
-    if len({one.name for one in tensors}) != len(tensors):
+    if len({described.name for described in tensors}) != len(tensors):
         raise Unacceptable("two tensors of one name")
-    return TensorBytes(tensors, tuple(payload[at : at + one.nbytes] for one, at in zip(tensors, begins, strict=True)))
+    return TensorBytes(
+        tensors, tuple(payload[at : at + described.nbytes] for described, at in zip(tensors, begins, strict=True))
+    )

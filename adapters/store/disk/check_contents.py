@@ -56,13 +56,13 @@ def check_contents(folder: PrivateFolder, found: Survey, step: Callable[[], None
             found.damaged[name] = str(error)
         step()
     others = {*found.damaged, *found.unreadable, *found.newer, *found.outdated}
-    found.kept = [one for one in found.kept if one.name not in others]
+    found.kept = [file for file in found.kept if file.name not in others]
     found.recent_prompts = [name for name in found.recent_prompts if name not in others]
 
 
 def list_contents(found: Survey) -> list[str]:
     """Return the names of all runs, then those of files of recent prompts."""
-    runs = [*(one.name for one in found.kept), *found.damaged, *found.unreadable]
+    runs = [*(file.name for file in found.kept), *found.damaged, *found.unreadable]
     return [*sorted(runs), *found.recent_prompts]
 
 
@@ -135,7 +135,7 @@ def parse_span(about: Mapping[str, Any]) -> tuple[int, int]:
     """
     start, stop = about["data_offsets"]
     shape = about["shape"]
-    if len(shape) > MAX_DIMENSIONS or not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
+    if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (start, stop, *shape)):
         raise ValueError("no positions")
     if stop - start != prod(shape) * ELEMENT_BYTES[about["dtype"]]:
         raise ValueError("another length than its shape")

@@ -102,7 +102,7 @@ class FolderUpkeep:
             self._quarantined.pop(aside, None)
             self._quarantined[aside] = None
             gone = list(self._quarantined)[:-MOST_QUARANTINED]
-            for one in gone:
-                del self._quarantined[one]
-        for one in gone:
-            self.remove(one)
+            for old_name in gone:
+                del self._quarantined[old_name]
+        for old_name in gone:
+            self.remove(old_name)

@@ -202,35 +202,35 @@ class StoredSequence:
 
     @property
     def used(self) -> int:
-        return max(one.entry.last_turn for one in self.files)
+        return max(file.entry.last_turn for file in self.files)
 
     @property
     def hits(self) -> int:
-        return max(one.entry.hits for one in self.files)
+        return max(file.entry.hits for file in self.files)
 
 
 def group_sequences(kept: Iterable[SurveyedFile]) -> list[StoredSequence]:
     """Group the files of one identity into sequences, those used last first; each file is in exactly one."""
-    runs = [one for one in kept if one.entry.kind == "rows"]
-    holders = {key: one for one in runs for key in one.entry.keys}
-    continued = {one.entry.parent for one in runs}
-    ends = [one for one in runs if one.entry.keys[-1] not in continued]
-    taken = {one.name for one in ends}
-    ends.sort(key=lambda one: (-one.entry.last_turn, one.name))
+    runs = [file for file in kept if file.entry.kind == "rows"]
+    holders = {key: file for file in runs for key in file.entry.keys}
+    continued = {file.entry.parent for file in runs}
+    ends = [file for file in runs if file.entry.keys[-1] not in continued]
+    taken = {file.name for file in ends}
+    ends.sort(key=lambda file: (-file.entry.last_turn, file.name))
     return [trace_sequence(last, holders, taken) for last in ends]
 
 
 def trace_sequence(last: SurveyedFile, holders: Mapping[bytes, SurveyedFile], taken: set[str]) -> StoredSequence:
     """Collect a sequence from its end back to the first file that another sequence has taken."""
     files = [last]
-    one = last
+    first = last
     before = holders.get(last.entry.parent)
     while before is not None and before.name not in taken:
         taken.add(before.name)
         files.append(before)
-        one = before
+        first = before
         before = holders.get(before.entry.parent)
     while before is not None:
-        one = before
+        first = before
         before = holders.get(before.entry.parent)
-    return StoredSequence(files[::-1], one.entry.start == 0, one.entry.tokens)
+    return StoredSequence(files[::-1], first.entry.start == 0, first.entry.tokens)

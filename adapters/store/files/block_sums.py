@@ -132,8 +132,8 @@ def merge_lanes(lanes: list[int], secret: int, start: int) -> int:
     keys = [int.from_bytes(SECRET[at : at + 8], "little") for at in range(secret, secret + 64, 8)]
     keyed = [lane ^ key for lane, key in zip(lanes, keys, strict=True)]
     found = start
-    for one, other in zip(keyed[::2], keyed[1::2], strict=True):
-        product = one * other
+    for left, other in zip(keyed[::2], keyed[1::2], strict=True):
+        product = left * other
         found += (product ^ product >> 64) & WORD
     found &= WORD
     found = (found ^ found >> 37) * AVALANCHE & WORD

@@ -77,7 +77,9 @@ class PrivateFolder:
 
     def close(self) -> None:
         """Close the folder. Calling it again does nothing."""
-        open_ones = [one for one in (self._lock, self._descriptor) if one is not None and one >= 0]
+        open_ones = [
+            descriptor for descriptor in (self._lock, self._descriptor) if descriptor is not None and descriptor >= 0
+        ]
         self._lock = None
         self._descriptor = -1
         for descriptor in open_ones:

@@ -120,7 +120,9 @@ class GarbageCollector:
         if self._own is None and now_s < self._next_collect_s:
             return
         written = await self._watch_servers(now_s)
-        reports = {server: evolve(one, silent_s=now_s - since) for server, (_, since, one) in self._watched.items()}
+        reports = {
+            server: evolve(report, silent_s=now_s - since) for server, (_, since, report) in self._watched.items()
+        }
         if self._own is not None:
             await self._remove_marked(self._own, reports, written)
             return
@@ -135,7 +137,9 @@ class GarbageCollector:
     async def _watch_servers(self, now_s: float) -> float:
         """Read new reports, and return the store's time of our own one."""
         listed = {
-            server: one for one in await self.client.list_objects(SERVERS) if (server := parse_report_name(one.name))
+            server: stored_object
+            for stored_object in await self.client.list_objects(SERVERS)
+            if (server := parse_report_name(stored_object.name))
         }
         for server, facts in listed.items():
             if server in self._watched and self._watched[server][0] == facts.version:
@@ -195,6 +199,9 @@ class GarbageCollector:
         for folder in await self.client.list_folders():
             if is_root(folder) and folder != self.catalogue.root.hex() and self._own is None:
                 listed = await self.client.list_objects(folder)
-                named = [one for one in listed if parse_run_name(one.name) is not None]
-                runs = [StoredRun(one.name, one.size, written - one.written.timestamp()) for one in named]
+                named = [stored_object for stored_object in listed if parse_run_name(stored_object.name) is not None]
+                runs = [
+                    StoredRun(stored_object.name, stored_object.size, written - stored_object.written.timestamp())
+                    for stored_object in named
+                ]
                 await self._mark(runs, 0, written)

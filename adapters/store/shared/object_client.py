@@ -117,8 +117,10 @@ class ObjectClient:
             if page is None or len(found) > MAX_LISTED:
                 return found
             found += [
-                ObjectFacts(one["path"], one["size"], one["last_modified"], f"{one['e_tag']} {one['version']}")
-                for one in page
+                ObjectFacts(
+                    entry["path"], entry["size"], entry["last_modified"], f"{entry['e_tag']} {entry['version']}"
+                )
+                for entry in page
             ]
 
     async def list_folders(self) -> list[str]:

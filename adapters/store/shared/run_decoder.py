@@ -89,7 +89,9 @@ class RunDecoder:
         claim: called before that; raises StoreUnreachable if the caller has given up.
         """
         found = read_stored(reads, paths, self.layout, self.memory)
-        ended = [self._read_again(*one) if one[2] is None else one[2] for one in zip(reads, paths, found, strict=True)]
+        ended = [
+            self._read_again(*read) if read[2] is None else read[2] for read in zip(reads, paths, found, strict=True)
+        ]
         claim()
         for read, result in zip(reads, ended, strict=True):
             if isinstance(result, Exception):

@@ -145,7 +145,9 @@ class AnswerParser:
         if self.calls is not None:
             self._pieces += self.calls.finish()
         if self._reasoning is not None and self._reasoning.unclosed:
-            self._pieces = [ReasoningPiece(one.text) if isinstance(one, TextPiece) else one for one in self._pieces]
+            self._pieces = [
+                ReasoningPiece(piece.text) if isinstance(piece, TextPiece) else piece for piece in self._pieces
+            ]
         return self._take_pieces()
 
     def _parse_answer(self, text: str) -> None:

@@ -36,8 +36,10 @@ async def detect_call_form(template: ChatTemplate) -> str:
     """Return the name of the form of calls, or `none` where no parser reads it."""
     try:
         asked, called = [
-            await template.render(**build_template_variables(one, template.wants_argument_text), generate=one.generate)
-            for one in (ASKED, CALLED)
+            await template.render(
+                **build_template_variables(message, template.wants_argument_text), generate=message.generate
+            )
+            for message in (ASKED, CALLED)
         ]
     except (TemplateRefused, TemplateFailed):
         return NONE
@@ -83,7 +85,7 @@ def extract_answer(asked: Rendered, called: Rendered, seen: Collection[str]) -> 
     """
     whole = join_rendered(asked)
     same = sum(
-        1 for _ in takewhile(bool, (one == other for one, other in zip(whole, join_rendered(called), strict=False)))
+        1 for _ in takewhile(bool, (char == other for char, other in zip(whole, join_rendered(called), strict=False)))
     )
     tag = whole.rfind("<", 0, same)
     if whole.find(">", tag, same) < 0 <= tag:

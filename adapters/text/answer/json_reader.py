@@ -225,7 +225,7 @@ class JsonReader:
     def _ends_string(self) -> Parsing[bool]:
         """Does the next quote end the string? It does if the text after it may follow a value."""
         incoming = self.incoming
-        closers = [one for one in self.writer.all_closers if one != '"']
+        closers = [closer for closer in self.writer.all_closers if closer != '"']
         incoming.position += 1
         yield from incoming.take_matching(SPACE)
         while (char := (yield from incoming.peek())) and char in "]}" and closers:

@@ -27,15 +27,15 @@ def collect_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     found = set[str]()
     waiting = [schema]
     seen = set[int]()
-    for one in waiting:  # references may be circular, and may lead to many more schemas
-        if not isinstance(one, Mapping) or id(one) in seen:
+    for subschema in waiting:  # references may be circular, and may lead to many more schemas
+        if not isinstance(subschema, Mapping) or id(subschema) in seen:
             continue
         if len(seen) == MAX_SCHEMAS_READ:
             return frozenset()
-        seen.add(id(one))
-        named = one.get("type")
-        reference = one.get("$ref")
-        constants = one.get("enum", [one["const"]] if "const" in one else None)
+        seen.add(id(subschema))
+        named = subschema.get("type")
+        reference = subschema.get("$ref")
+        constants = subschema.get("enum", [subschema["const"]] if "const" in subschema else None)
         if isinstance(named, str):
             found.add(named)
         elif isinstance(named, list):
@@ -46,7 +46,7 @@ def collect_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
             found.update(map(name_type, constants))
         else:
             for word in ("anyOf", "oneOf", "allOf"):
-                options = one.get(word)
+                options = subschema.get(word)
                 waiting += options[: MAX_SCHEMAS_READ + 1] if isinstance(options, list) else ()
     return frozenset(found)
 

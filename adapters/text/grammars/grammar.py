@@ -192,7 +192,7 @@ class Grammars:
                 reply = await self._ask_trial({"schemas": schemas}, "looking at it")
             except GrammarRefused as refused:
                 return [FittedSchema(None, (("", str(refused)),))] * len(schemas)
-        return [read_fitted_schema(one) for one in msgspec.json.decode(reply)]
+        return [read_fitted_schema(fitted) for fitted in msgspec.json.decode(reply)]
 
     def remember_fitted(self, name: str, grammar: Grammar | None, left_out: tuple[str, ...]) -> None:
         """Remember the result of fitting a form (`fitted_form.py`), since the next turn asks for the same form."""
@@ -235,7 +235,7 @@ class Grammars:
     def _compile_seconds(self, owner: str | None = None) -> float:
         """Return the compile time of all grammars in use, or of those of one API key, in seconds."""
         with self._lock:
-            return sum(one.seconds for one in self._in_use.values() if owner in {None, one.owner})
+            return sum(compiled.seconds for compiled in self._in_use.values() if owner in {None, compiled.owner})
 
     def _get_compiled(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
         """Return the compiled grammar, and compile it if necessary. Raises GrammarRefused."""
@@ -243,7 +243,10 @@ class Grammars:
         with self._lock:
             self._in_use[grammar.digest] = self._kept[grammar.digest] = compiled
             self._kept.move_to_end(grammar.digest)
-            while len(self._kept) > MAX_KEPT or sum(one.seconds for one in self._kept.values()) > MAX_KEPT_SECONDS:
+            while (
+                len(self._kept) > MAX_KEPT
+                or sum(compiled.seconds for compiled in self._kept.values()) > MAX_KEPT_SECONDS
+            ):
                 self._kept.popitem(last=False)
         return compiled
 

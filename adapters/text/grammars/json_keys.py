@@ -116,7 +116,7 @@ class QuotedTokens:
     def __attrs_post_init__(self) -> None:
         texts = ((self.pieces(token), token) for token in range(self.size) if token not in self.controls)
         self._by_bytes = sorted((text, token) for text, token in texts if QUOTE in text)
-        self._with_two_quotes = [one for one in self._by_bytes if one[0].count(b'"') > 1]
+        self._with_two_quotes = [token_text for token_text in self._by_bytes if token_text[0].count(b'"') > 1]
 
     def advance(self, tokens: Iterable[int], start: JsonPosition) -> JsonPosition:
         """Return the position of a text after these tokens."""

@@ -18,7 +18,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
-from benchmarks.exactness import answered
+from benchmarks.exactness import collect_answer
 from effects.job import Job
 from effects.scope import Scope
 from engine.loading import memory_estimate, place_experts
@@ -280,7 +280,7 @@ async def answer_and_restore(target: LoadedModel) -> tuple[Any, int]:
     async with run_engine(target.settings, target.executor, transfer=target.transfer, paranoid=True) as running:
         for seed in range(2):
             prompt = tuple((seed * 31 + 7 * at) % 150 for at in range(150))
-            found = await answered(running, Job(prompt, 12, scope=Scope("full")))
+            found = await collect_answer(running, Job(prompt, 12, scope=Scope("full")))
             assert found.report is not None
             restored += found.report.restored_tokens
             answers.append(found.tokens)

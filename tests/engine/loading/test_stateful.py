@@ -35,7 +35,7 @@ from adapters.store.files.file_format import Layout
 from adapters.store.open_store import open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import create_transfer
-from benchmarks.exactness import Answered, answered
+from benchmarks.exactness import Answered, collect_answer
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
@@ -127,7 +127,7 @@ class OneStart:
         This waits until the request has left the world and its rows are written: no other request may continue from the
         state of a busy slot, since it may move on.
         """
-        found = await answered(self.engine, job)
+        found = await collect_answer(self.engine, job)
         while self.engine.event_loop.world.requests:  # noqa: ASYNC110 - no event marks the end of a request
             await anyio.sleep(0.001)
         await anyio.to_thread.run_sync(settled, self.store)
@@ -315,7 +315,7 @@ async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, m
     plain = await cold(tmp_path, job)
     known = (*job.prompt, *plain)
     async with process(tmp_path / "kv", known=[known]) as running:
-        found = await answered(running.engine, job)
+        found = await collect_answer(running.engine, job)
         await running.answer(Job(prompt(9, 5), 1))  # both are done
         assert found.tokens == plain
         assert found.report is not None
@@ -333,7 +333,7 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
     async with process(tmp_path / "kv") as running:
 
         async def one(number: int) -> None:
-            found[number] = await answered(running.engine, jobs[number])
+            found[number] = await collect_answer(running.engine, jobs[number])
 
         async with anyio.create_task_group() as tasks:
             for number in range(len(jobs)):

@@ -92,7 +92,9 @@ class RecurrentCache:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._states is None else sum(one.nbytes for one in astuple(self._states.whole, recurse=False))
+        return (
+            0 if self._states is None else sum(tensor.nbytes for tensor in astuple(self._states.whole, recurse=False))
+        )
 
     # --- steps ---
 
@@ -146,11 +148,11 @@ class RecurrentCache:
     def _settling(self, step: Step) -> Iterator[None]:
         with self._restoring(step):
             yield
-        for one in filter(step.settles, step.segments):
-            stop = one.start + one.count
+        for segment in filter(step.settles, step.segments):
+            stop = segment.start + segment.count
             # The last row of a step that decodes may be rolled back, so its state stands before that row.
             last = stop if step.rows_only else stop - 1
-            self._standing[one.slot] = Standing(last - last % CHUNK, stop - last + last % CHUNK)
+            self._standing[segment.slot] = Standing(last - last % CHUNK, stop - last + last % CHUNK)
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
@@ -161,7 +163,7 @@ class RecurrentCache:
         a GPU's reserve has room for that (`SPARE` in `engine/loading/memory_estimate.py`).
         """
         segments = [*filter(step.settles, step.segments)]
-        bases = [self._base(one.slot, one.start) for one in segments]
+        bases = [self._base(segment.slot, segment.start) for segment in segments]
         own = list[Tensor]()
         if len(segments) == 1 and segments[0].start:
             slot = segments[0].slot
@@ -171,8 +173,10 @@ class RecurrentCache:
             yield
         except BaseException:
             copy_together(own, saved)
-            for one, base in zip(segments, bases, strict=True):
-                self._standing[one.slot] = Standing(base, one.start - base) if len(segments) == 1 else Standing(0)
+            for segment, base in zip(segments, bases, strict=True):
+                self._standing[segment.slot] = (
+                    Standing(base, segment.start - base) if len(segments) == 1 else Standing(0)
+                )
             raise
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
@@ -214,7 +218,11 @@ class RecurrentCache:
 
     def _view_states(self, slot: int) -> list[Tensor]:
         """Return the state of a slot or checkpoint, as two tensors `[layers, ...]`."""
-        return [] if self._states is None else [one[:, slot] for one in get_exported_tensors(self._states.stacked)]
+        return (
+            []
+            if self._states is None
+            else [exported_tensor[:, slot] for exported_tensor in get_exported_tensors(self._states.stacked)]
+        )
 
     def _view_slot(self, slot: int) -> list[Tensor]:
         """Return the state of a slot and the rows behind it, as tensors `[layers, ...]`."""
@@ -224,8 +232,8 @@ class RecurrentCache:
     def export(self, slot: int) -> NamedTensors:
         """Return copies of the slot's state on its device."""
         copies = [tensor.clone() for tensor in self._view_states(slot)]
-        of_layers = zip(*(one.unbind(0) for one in copies), strict=True)
-        return {spec.name: one for spec, one in zip(self.specs, chain.from_iterable(of_layers), strict=True)}
+        of_layers = zip(*(copy.unbind(0) for copy in copies), strict=True)
+        return {spec.name: tensor for spec, tensor in zip(self.specs, chain.from_iterable(of_layers), strict=True)}
 
     def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         """Write a state that `export` returned, of the first `at` rows. Raises ValueError for one that cannot be."""

@@ -41,7 +41,7 @@ _NOTHING = nullcontext()
 def find_span(part: Sequence[Segment]) -> Segment:
     """Return the span of positions that the segments of one slot cover. The pieces of a tree share positions."""
     start = part[0].start
-    return Segment(part[0].slot, start, max(one.start + one.count for one in part) - start)
+    return Segment(part[0].slot, start, max(segment.start + segment.count for segment in part) - start)
 
 
 @frozen
@@ -224,16 +224,16 @@ class WindowRows:
     def _settling(self, step: Step) -> Iterator[None]:
         with self._restoring(step):
             yield
-            for one in filter(step.settles, step.segments):
-                self._settle(one.slot, one.start + one.count)
+            for segment in filter(step.settles, step.segments):
+                self._settle(segment.slot, segment.start + segment.count)
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            for one in filter(step.settles, step.segments):
-                self._settle(one.slot, 0)
+            for segment in filter(step.settles, step.segments):
+                self._settle(segment.slot, 0)
             raise
 
     def finish_layer(self, layer: int) -> None:

@@ -224,11 +224,11 @@ class DenseConfig:
         memory: int = 1 << 62,
         layouts: Mapping[str, StepLayout] = {},
     ) -> Products:
-        layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
+        layers = [product for layer in range(self.num_layers) for product in self.layer_products(layer)]
         head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
-        count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
+        count = sum(product.outputs * product.inputs * (2 if product.gated else 1) for product in (*layers, head))
         idle = sum(map(self.count_idle_weights, range(self.num_layers)))
-        parts = [part for one in self.matrices() for part in packed_parts(*one, layouts)] if layouts else []
+        parts = [part for matrix in self.matrices() for part in packed_parts(*matrix, layouts)] if layouts else []
         plain = [part for part in parts if part.layout is None]
         return Products(
             weights=tuple(dict.fromkeys((*layers, head, *plain))),
@@ -293,6 +293,6 @@ def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Ma
         return []
     if weight.gated:
         return [evolve(weight, layout=found[0][0])]
-    runs = [(layout, sum(rows for _, rows in run)) for layout, run in groupby(found, lambda one: one[0])]
+    runs = [(layout, sum(rows for _, rows in run)) for layout, run in groupby(found, lambda part: part[0])]
     whole = weight.outputs if len(runs) > 1 else 0
     return [evolve(weight, outputs=rows, layout=layout, part_of=whole) for layout, rows in runs]

@@ -91,7 +91,9 @@ def read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     layers = read_size(raw, "num_hidden_layers")
     step = read_size(raw, "decoder_sparse_step", 1)
     named = raw.get("mlp_only_layers")
-    whole = isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)
+    whole = isinstance(named, list) and all(
+        isinstance(number, int) and not isinstance(number, bool) for number in named
+    )
     if named is not None and not whole:
         raise CheckpointError("config.json: mlp_only_layers is not a list of numbers of layers")
     return tuple(layer for layer in range(layers) if layer in (named or ()) or (layer + 1) % step)

@@ -202,12 +202,13 @@ def _load_experts(read: FeedReader, kernels: PackingKernels, shape: FeedShape, p
     correction = _name_correction(experts)
     numbers = range(experts.count)
     packed = kernels.packs_experts
-    each = (_load_gated(read, kernels, shape, f"{prefix}mlp.experts.{number}", packed=packed) for number in numbers)
     gates = ("gate", "shared_expert_gate") if experts.gates_shared else ("gate",)
+    router = kernels.pack_router(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack())
+    gated = (_load_gated(read, kernels, shape, f"{prefix}mlp.experts.{number}", packed=packed) for number in numbers)
     return Experts(
         experts,
-        router=kernels.pack_router(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
-        each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
+        router=router,
+        each=kernels.stack_experts(gated, experts.count) if read.offloaded is None else read.offloaded.add_layer(gated),
         shared=None,
         correction=read.wide(prefix + correction) if correction else None,
     )

@@ -51,10 +51,12 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        aux_hidden_states = [one for one in self.forward.aux_hidden_states.values() if one is not self.hidden]
+        aux_hidden_states = [
+            aux_states for aux_states in self.forward.aux_hidden_states.values() if aux_states is not self.hidden
+        ]
         left = None if self.forward.hidden is self.hidden else self.forward.hidden
         own = (self.logits, self.fed, self.tree, self.batch.table, self.hidden, left, *aux_hidden_states)
-        return sum(one.nbytes for one in own if one is not None)
+        return sum(tensor.nbytes for tensor in own if tensor is not None)
 
 
 def fuse_layers(
@@ -76,7 +78,7 @@ def fuse_layers(
             before = forward.aux_hidden_states.get(number - 1)
             whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):
-        run = [one for _, one in pairs]
+        run = [tensor for _, tensor in pairs]
         made = kernels.fuse_layers(
             [layer for _, layer in run],
             rope,

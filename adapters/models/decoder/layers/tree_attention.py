@@ -71,8 +71,8 @@ class TreeAttention:
         k, _ = self.cache.layers[0]
         self.flat = Batch(self.bucket, k.device)
         cos, sin, scale = (
-            None if one is None else one.new_zeros(self.bucket, *one.shape[1:])
-            for one in (self.tables.cos, self.tables.sin, self.tables.query_scale)
+            None if table is None else table.new_zeros(self.bucket, *table.shape[1:])
+            for table in (self.tables.cos, self.tables.sin, self.tables.query_scale)
         )
         assert cos is not None
         assert sin is not None
@@ -86,7 +86,7 @@ class TreeAttention:
     def load(self, step: Step) -> None:
         self.flat.load(Step((Segment(0, 0, step.rows),), self.bucket), None)
         self.kernels.prepare_step(self.flat)
-        spans = [torch.arange(one.start, one.start + one.count) for one in step.segments]
+        spans = [torch.arange(segment.start, segment.start + segment.count) for segment in step.segments]
         positions = torch.cat(spans).to(self.tables.cos.device)
         for table, rows in zip(*(astuple(rope, recurse=False) for rope in (self.tables, self.rope)), strict=True):
             if table is not None:
@@ -101,7 +101,7 @@ class TreeAttention:
         batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
         self.kernels.prepare_step(batch)
         rows = torch.zeros(self.bucket, dtype=torch.int64)
-        torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
+        torch.cat([torch.arange(piece.row, piece.row + piece.segment.count) for piece in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)
 
     def attend(

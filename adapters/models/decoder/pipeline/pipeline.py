@@ -29,7 +29,7 @@ class Pipeline:
         # The only part, where nothing has to become the current device around its calls.
         self._host_part = parts[0] if len(parts) == 1 and parts[0].spec.device.type == "cpu" else None
         specs = [part.spec for part in parts]
-        if not parts or any(one.layers.stop != other.layers.start for one, other in pairwise(specs)):
+        if not parts or any(spec.layers.stop != other.layers.start for spec, other in pairwise(specs)):
             raise ValueError(f"shards of layers {[spec.layers for spec in specs]} are no run of layers")
         for name in ("slots", "buckets", "vocab_size", "dtype"):
             values = [getattr(spec, name) for spec in specs]

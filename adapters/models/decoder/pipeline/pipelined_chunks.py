@@ -94,7 +94,7 @@ class Waves:
                     self._advance(flight)
                 except BaseException as error:  # noqa: BLE001 - raised below, once nothing runs any more
                     errors[number] = error
-        errors |= {number: failed for number, one in waited.items() if (failed := one.exception()) is not None}
+        errors |= {number: failed for number, future in waited.items() if (failed := future.exception()) is not None}
         if errors:
             raise errors[min(errors)]
 

@@ -84,7 +84,7 @@ def parse_assistant(raw: Mapping[str, Any], target: ModelConfig) -> AssistantCon
 def _find_source(kind: LayerKind, target: gemma4.Gemma4Config) -> LayerKind:
     """Return a kind that reads the rows of the target's last layer of the same kind. Raises CheckpointError."""
     window = kind.traits.window
-    having = [at for at, one in enumerate(target.kinds) if one.traits.source is None and one.traits.window == window]
+    having = [at for at, kind in enumerate(target.kinds) if kind.traits.source is None and kind.traits.window == window]
     if not having:
         raise CheckpointError(f"config.json: the target has no layer with a window of {window} rows")
     source = target.kinds[having[-1]]

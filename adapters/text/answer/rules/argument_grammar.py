@@ -202,8 +202,8 @@ def write_keyed_arguments(tool: FunctionTool, rules: GeneratedRules, form: Keyed
     ]
     if not found and schema.get("additionalProperties") is not False:
         value = form.write_value(tool, schema.get("additionalProperties"))
-        one = f"{ANY_KEY} {json.dumps(form.sign)} ({value})"
-        return f"({one} ({form.comma} {one})*)? {form.end}"
+        pair = f"{ANY_KEY} {json.dumps(form.sign)} ({value})"
+        return f"({pair} ({form.comma} {pair})*)? {form.end}"
     return write_ordered_arguments(found, rules, comma=form.comma, end=form.end)
 
 
@@ -227,7 +227,7 @@ def write_python_value(tool: FunctionTool, schema: object) -> str:
         held = write_json_value(tool, schema, types)
         plain = types == {"boolean"} and not {"enum", "const", "$ref"} & set(schema)
         return f"{held} | BOOLEAN" if plain else held
-    return " | ".join(LITERALS[one] for one in sorted(types) if one in LITERALS) or "literal"
+    return " | ".join(LITERALS[name] for name in sorted(types) if name in LITERALS) or "literal"
 
 
 def write_json_value(tool: FunctionTool, schema: object, types: Collection[str]) -> str:
@@ -260,7 +260,9 @@ def refuse_malformed(schema: Mapping[str, Any]) -> None:
     needed = schema.get("required", [])
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise GrammarRefused(f'the type of arguments must be "object", not {json.dumps(kind)[:80]}')
-    if not isinstance(named, Mapping) or not all(one is True or isinstance(one, Mapping) for one in named.values()):
+    if not isinstance(named, Mapping) or not all(
+        subschema is True or isinstance(subschema, Mapping) for subschema in named.values()
+    ):
         raise GrammarRefused("the properties of arguments must be an object of schemas")
     if not isinstance(needed, list) or not all(isinstance(key, str) for key in needed):
         raise GrammarRefused("the required arguments must be an array of texts")

@@ -68,7 +68,7 @@ def _write_value(tool: FunctionTool, schema: object) -> str:
         if "enum" in schema or "const" in schema:
             values = read_options(schema, "enum") if "enum" in schema else [schema["const"]]
             return " | ".join(map(_write_constant, values))
-    ways = [VALUES[one] for one in types if one in VALUES and one != "array"]
+    ways = [VALUES[name] for name in types if name in VALUES and name != "array"]
     if "array" in types:
         item = _write_value(tool, schema.get("items")) if tool.strict else "literal"
         ways.append(f'"[" (({item}) ("," ({item}))*)? "]"')

@@ -62,7 +62,7 @@ def quote_part(match: re.Match[str]) -> str:
         case "text":
             return quote_literal(whole)
         case "range":
-            first, last = (re.escape(parse_literal(one)) for one in re.findall(STRING, whole))
+            first, last = (re.escape(parse_literal(literal)) for literal in re.findall(STRING, whole))
             return to_terminal(quote_expression(f"[{first}-{last}]"))
         case "regex":
             body, _, flags = whole[1:].rpartition("/")
@@ -155,7 +155,7 @@ def quote_class(atom: str, flags: int) -> str:
 def join_escapes(escapes: Sequence[str]) -> list[str]:
     """Return expressions for escapes: of one character, and of a number such as `u001f`; without the backslash."""
     found: list[str] = []
-    if short := "".join(re.escape(one) for one in escapes if len(one) == 1):
+    if short := "".join(re.escape(escape) for escape in escapes if len(escape) == 1):
         found.append(rf"\\[{short}]" if len(escapes) > 1 else rf"\\{short}")
-    numbers = {half: "".join(one[-1] for one in escapes if one.startswith(f"u00{half}")) for half in "01"}
+    numbers = {half: "".join(escape[-1] for escape in escapes if escape.startswith(f"u00{half}")) for half in "01"}
     return found + [rf"\\u00{half}[{digits}]" for half, digits in numbers.items() if digits]

@@ -136,7 +136,7 @@ class Rulebook:
                 flags = "i" if token.text.endswith("i") else ""
                 return f"(?:{self.write(re.escape(parse_literal(token.text.removesuffix('i'))), flags)})"
             case "range":
-                first, last = (re.escape(parse_literal(one)) for one in re.findall(STRING, token.text))
+                first, last = (re.escape(parse_literal(literal)) for literal in re.findall(STRING, token.text))
                 return f"(?:{self.write(f'[{first}-{last}]', '')})"
             case "regex":
                 body, _, flags = token.text[1:].rpartition("/")

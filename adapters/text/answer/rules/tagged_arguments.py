@@ -103,39 +103,43 @@ class TaggedArguments:
         if self.tool.strict:
             return f"({' | '.join(dict.fromkeys(self._iterate_text_values(schema, root)))})"
         allowed = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(allowed, list) and allowed and all(isinstance(one, str) for one in allowed):
+        if isinstance(allowed, list) and allowed and all(isinstance(value, str) for value in allowed):
             return f"({' | '.join(self._write_constants(allowed))})"
         return self._add_value(ANY_TEXT)
 
     def _iterate_text_values(self, schema: object, root: Mapping[str, Any]) -> Iterator[str]:
         """Yield the rules of all texts that a schema allows, `null` included. Raises GrammarRefused."""
         waiting = [schema]
-        for one in waiting:
-            if one is None or one is True:
+        for subschema in waiting:
+            if subschema is None or subschema is True:
                 yield self._add_value(ANY_TEXT)
                 continue
-            if len(waiting) > MAX_SCHEMAS_READ or not isinstance(one, Mapping):
+            if len(waiting) > MAX_SCHEMAS_READ or not isinstance(subschema, Mapping):
                 raise GrammarRefused(
                     "a value that this model writes as bare text has a schema of too many parts, or none"
                 )
-            said = set(one) - SAYS_NOTHING
+            said = set(subschema) - SAYS_NOTHING
             alone = next((word for word in ("$ref", "anyOf", "oneOf", "enum", "const") if word in said), None)
             refuse_unknown_keywords(said - ({alone, "type"} if alone else OF_TEXT))
             match alone:
                 case "$ref":
-                    waiting.append(resolve_reference(str(one["$ref"]), root))
+                    waiting.append(resolve_reference(str(subschema["$ref"]), root))
                 case "anyOf" | "oneOf":
-                    waiting += (each for each in read_options(one, alone) if may_be_text(collect_types(each, root)))
+                    waiting += (
+                        option for option in read_options(subschema, alone) if may_be_text(collect_types(option, root))
+                    )
                 case "enum" | "const":
-                    yield from self._write_constants(read_options(one, "enum") if alone == "enum" else [one["const"]])
+                    yield from self._write_constants(
+                        read_options(subschema, "enum") if alone == "enum" else [subschema["const"]]
+                    )
                 case _:
-                    types = collect_types(one, root)
+                    types = collect_types(subschema, root)
                     if "null" in types:
                         yield from self._write_constants([None])
                     if not types or "string" in types:
-                        yield self._add_value(write_string_terminal(one))
+                        yield self._add_value(write_string_terminal(subschema))
 
     def _write_constants(self, values: Iterable[object]) -> list[str]:
         """Return the rules of constants. Only texts and null are possible: others would look like text."""
-        words = ("null" if one is None else one for one in values if one is None or isinstance(one, str))
+        words = ("null" if value is None else value for value in values if value is None or isinstance(value, str))
         return [f"{json.dumps(word)} {self._closing}" for word in words]
