@@ -1,6 +1,6 @@
-"""How many examples hypothesis tries for a property.
+"""Sets the number of examples that hypothesis tries for a property.
 
-A usual run tries two in five of them, and other ones each time. `make test ARGS="--hypothesis-profile all_examples"`
+An ordinary run tries 40 % of them, different ones each time. `make test ARGS="--hypothesis-profile all_examples"`
 tries all.
 """
 

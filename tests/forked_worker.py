@@ -88,8 +88,8 @@ async def fork_worker() -> WorkerProcess:
     (ours, theirs), (reports, report_end) = socket.socketpair(), socket.socketpair()
     with theirs, report_end:
         socket.send_fds(start_forker(), [b"w"], [theirs.fileno(), report_end.fileno()])
-    stream, told = await UNIXSocketStream.from_socket(ours), await UNIXSocketStream.from_socket(reports)
-    process = ForkedProcess(await receive_number(told), stream, told)
+    stream, report_stream = await UNIXSocketStream.from_socket(ours), await UNIXSocketStream.from_socket(reports)
+    process = ForkedProcess(await receive_number(report_stream), stream, report_stream)
     return WorkerProcess(process, BufferedByteReceiveStream(stream))  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
-"""What clients of tests verify servers with: nothing, since every server of a test speaks plain HTTP.
+"""An SSL context without certificates for the clients of tests, because every server of a test speaks plain HTTP.
 
-A client of httpx that is not told what to verify with loads all certificates of the machine, even for an `http`
+Without an argument `verify`, a client of httpx loads all certificates of the machine, even for an `http`
 address. That takes 20 to 60 ms of processor time, and hundreds of tests make a client.
 """
 

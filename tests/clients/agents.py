@@ -52,13 +52,13 @@ class AgentRequest:
 
 @frozen
 class AgentTurn:
-    """The result of one request, in tokens. told: its `rekindle` object."""
+    """The result of one request, in tokens. details: its `rekindle` object."""
 
     agent_request: AgentRequest
     prompt: int
     restored: int
     answered: int
-    told: Mapping[str, Any]
+    details: Mapping[str, Any]
 
     @property
     def computed(self) -> int:
@@ -85,13 +85,13 @@ class Relay:
         command = [sys.executable, "-m", "engine", "serve", "demo", "--port", "0", "--any-model", *cache]
         with (self.folder / "server.log").open("ab") as log:
             self._server = await anyio.open_process(command, cwd=ROOT, stderr=log)
-        told = self._server.stdout
-        assert told is not None
+        output = self._server.stdout
+        assert output is not None
         first = ""
         while "ready  http" not in first or not first.endswith("\n"):
-            first += (await told.receive()).decode()
+            first += (await output.receive()).decode()
         self.url = first.partition("ready  ")[2].split()[0]
-        self.tasks.start_soon(drained, told)
+        self.tasks.start_soon(drained, output)
 
     async def kill(self) -> None:
         assert self._server is not None
@@ -149,16 +149,16 @@ async def drained(lines: ByteReceiveStream) -> None:
 def turn_of(said: str, agent_request: AgentRequest) -> list[AgentTurn]:
     """From an answer of any API, whole or as events; nothing of one that its agent left before its end."""
     events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: {")] or [said]
-    told, usage = dict[str, Any](), dict[str, Any]()
+    details, usage = dict[str, Any](), dict[str, Any]()
     for event in map(json.loads, events):
         for holder in (event, event.get("response") or {}):
-            told = holder.get("rekindle") or told
+            details = holder.get("rekindle") or details
             usage = holder.get("usage") or usage
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
     # Anthropic counts apart what was computed, what of it is kept, and what was restored
     prompt += usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
     answered = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    return [AgentTurn(agent_request, prompt, told["restored_tokens"], answered, told)] if told else []
+    return [AgentTurn(agent_request, prompt, details["restored_tokens"], answered, details)] if details else []
 
 
 def prepared(folder: Path) -> Path:
@@ -209,18 +209,18 @@ def lines_of(agent: CodingAgent, turns: Sequence[AgentTurn], project: Path) -> t
     good, before = (project / "shapes.py").exists() and (project / "shapes.py").read_text() == AFTER, 0
     lines = [f"{agent.name}: the file is {'as asked for' if good else 'wrong'}"]
     for turn in turns:
-        agent_request, told = turn.agent_request, turn.told
+        agent_request, details = turn.agent_request, turn.details
         new = turn.prompt - before if agent_request.main else turn.prompt
         well = not agent_request.main or not before or turn.computed <= new + CHUNK
         good = good and well
         what = ("killed; " if agent_request.after_kill else "") + ("turn" if agent_request.main else "side request")
         lines.append(
             f"{agent_request.number:3} {what:12} {turn.prompt:6} tokens, {new:6} new, {turn.restored:6} restored from "
-            f"{told['tier']}, {turn.computed:6} computed, {told['remembered']:4} remembered"
+            f"{details['tier']}, {turn.computed:6} computed, {details['remembered']:4} remembered"
         )
-        lines += [f"    {name}" for name in told["stabilized"]]
+        lines += [f"    {name}" for name in details["stabilized"]]
         if not well:
-            lines.append(f"    MISSED: {json.dumps(told['prefix_cache']['miss'])}")
+            lines.append(f"    MISSED: {json.dumps(details['prefix_cache']['miss'])}")
         if agent_request.main:
             before = turn.prompt + turn.answered
     return lines, good

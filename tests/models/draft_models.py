@@ -337,7 +337,7 @@ DEEPSEEK_HEAD = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 MIMO_HEAD = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 
 
-def save_own_head(folder: Path, model_type: str, told: dict[str, Any]) -> object:
+def save_own_head(folder: Path, model_type: str, settings: dict[str, Any]) -> object:
     """Add a random prediction head to a checkpoint, as published with models of this type.
 
     Returns the oracle, a model of the head's layer whose final norm is the head's.
@@ -347,9 +347,9 @@ def save_own_head(folder: Path, model_type: str, told: dict[str, Any]) -> object
     sparse = {} if is_mimo else {"first_k_dense_replace": 0}
     if model_type == "glm4_moe_lite":
         sparse = {"mlp_layer_types": ["sparse"]}
-    with TemporaryDirectory() as beside:
-        head = save_model(Path(beside), model_type, **{**told, "num_hidden_layers": 1, **sparse}, seed=1)
-        found = load_file(Path(beside) / "model.safetensors")
+    with TemporaryDirectory() as temporary:
+        head = save_model(Path(temporary), model_type, **{**settings, "num_hidden_layers": 1, **sparse}, seed=1)
+        found = load_file(Path(temporary) / "model.safetensors")
     tensors = load_file(folder / "model.safetensors")
     prefix = "model.mtp_layers.0." if is_mimo else f"model.layers.{layers}."
     for name, tensor in found.items():

@@ -67,9 +67,9 @@ def save_with_head(folder: Path, family: str = "qwen3_next", **more: object) -> 
     """
     own = {**SHARED, **HYBRIDS["three of four, key heads shared, tied"], "vocab_size": 512, **more}
     target = save_model(folder, family, **own)
-    with TemporaryDirectory() as beside:
-        head = save_model(Path(beside), family, seed=1, **own | {"num_hidden_layers": 1, "layer_types": [FULL]})
-        found = load_file(Path(beside) / "model.safetensors")
+    with TemporaryDirectory() as temporary:
+        head = save_model(Path(temporary), family, seed=1, **own | {"num_hidden_layers": 1, "layer_types": [FULL]})
+        found = load_file(Path(temporary) / "model.safetensors")
     tensors, generator = load_file(folder / "model.safetensors"), make_generator(2)
     for name, tensor in found.items():
         if name.startswith(("model.layers.0.", "model.norm.")):

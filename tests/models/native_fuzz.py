@@ -107,10 +107,10 @@ def packed(chance: random.Random, native: NativeLibrary) -> Finds:
     own = NativeProducts(native, 0, chance.choice([None, BRAIN]))
     weights = [own.pack_steps(random_matrix(layout, outputs, terms, chance.randrange(99))) for _ in range(2)]
     x = laid(chance, numbers(chance, rows, terms, dtype=BRAIN if weights[0].fixed else chance.choice([FLOAT, BRAIN])))
-    up, beside = chance.choice([None, weights[1]]), chance.choice([0, 0, 5])
+    up, extra = chance.choice([None, weights[1]]), chance.choice([0, 0, 5])
 
     def found(level: int) -> list[Tensor]:
-        wide = torch.zeros(rows, outputs + beside, dtype=own.to or FLOAT)
+        wide = torch.zeros(rows, outputs + extra, dtype=own.to or FLOAT)
         evolve(own, level=level).multiply_packed(x, weights[0], up, wide[:, :outputs])
         return [wide]
 
@@ -244,8 +244,8 @@ def draws(chance: random.Random, native: NativeLibrary) -> Finds:
     usual = [one and bool(row.isfinite().all()) for one, row in zip(usual, used, strict=True)]
 
     def found(level: int) -> list[Tensor]:
-        told = pick_rows(native, level, raw, used, wanted)  # of other rows no more is needed
-        return [torch.tensor([*first, *more]) for (first, more), one in zip(told, usual, strict=True) if one]
+        picked = pick_rows(native, level, raw, used, wanted)  # of other rows no more is needed
+        return [torch.tensor([*first, *more]) for (first, more), one in zip(picked, usual, strict=True) if one]
 
     return found
 

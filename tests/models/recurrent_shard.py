@@ -25,7 +25,7 @@ MIXED = 3 * HEADS * HEAD  # queries, keys and values of the recurrent layer, con
 
 @frozen(eq=False)
 class Moved:
-    """What a row moves the recurrent layer's state by. mixed: not convolved yet, bfloat16."""
+    """The input by which a row changes the recurrent layer's state. mixed: not convolved yet, bfloat16."""
 
     mixed: Tensor
     beta: Tensor

@@ -129,10 +129,10 @@ def read_config(name: str) -> LayeredConfig:
     return parse_config(*(WINDOWED | LARGE)[name])
 
 
-def parse_config(model_type: str, told: dict[str, object]) -> LayeredConfig:
+def parse_config(model_type: str, settings: dict[str, object]) -> LayeredConfig:
     """Return the configuration of a model with these fields in its config.json."""
     sizes = {"vocab_size": 160, "intermediate_size": 104, "num_hidden_layers": 3, "max_position_embeddings": 4096}
-    raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **told}
+    raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **settings}
     found = family_of({"model_type": model_type}).parse(raw)
     assert isinstance(found, LayeredConfig)
     return found

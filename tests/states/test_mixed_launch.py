@@ -102,7 +102,7 @@ def test_where_text_may_be_copied_steps_beside_prompts_have_rules_and_go_on() ->
 
 
 def test_copies_and_prompts_take_turns_while_both_wait() -> None:
-    """Of a launch that copies beside a waiting prompt, only one step is taken: the prompt stops it."""
+    """A launch that copies while a prompt waits takes one step only: the prompt stops it."""
     step, state = copying_step(2, 30, COPYING)
     lane_ = Lane((a_prompt(1, 4, 68), step))
     turns = list[str]()

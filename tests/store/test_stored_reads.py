@@ -64,17 +64,17 @@ def write_runs(tier: ReadableTier) -> list[Entry]:
 
 def read_together(tier: ReadableTier, entries: Sequence[Entry]) -> tuple[list[RunRead], list[int]]:
     """Read all runs in one call. Return the reads, and the numbers of those whose callers were told, in order."""
-    told = list[int]()
-    reads = [RunRead(entry, lambda _, number=number: told.append(number)) for number, entry in enumerate(entries)]
+    results = list[int]()
+    reads = [RunRead(entry, lambda _, number=number: results.append(number)) for number, entry in enumerate(entries)]
     coming = [reads]
     with ThreadPoolExecutor(2) as workers:
         asyncio.run(tier.read(lambda: coming.pop() if coming else [], SlabMemory(), workers))
-    return reads, told
+    return reads, results
 
 
-def check_reads(reads: Sequence[RunRead], told: Sequence[int], good: Sequence[int]) -> None:
+def check_reads(reads: Sequence[RunRead], results: Sequence[int], good: Sequence[int]) -> None:
     assert [number for number, read in enumerate(reads) if read.error is None] == [*good]
-    assert sorted(told) == [*good]
+    assert sorted(results) == [*good]
     for number, read in enumerate(reads):
         assert (read.buffer is None) == (read.error is not None)
         if read.buffer is not None:
@@ -116,8 +116,8 @@ def test_a_harmed_file_of_the_disk_concerns_no_other(
         return open_run(reader, read, memory)
 
     monkeypatch.setattr(RunFileReader, "_open_run", note_run)
-    reads, told = read_together(disk, entries)
-    check_reads(reads, told, GOOD)
+    reads, results = read_together(disk, entries)
+    check_reads(reads, results, GOOD)
     assert [*map(type, (reads[1].error, reads[2].error, reads[3].error))] == [Damaged, *[FileNotFoundError] * 2]
     assert alone == entries[1:4], "the others were read in one call"
     figures = disk.collect_figures().build_json()
@@ -146,8 +146,8 @@ def test_a_harmed_object_of_a_folder_concerns_no_other(tmp_path: Path) -> None:
     packed = b"".join(encode_run(make_run(3), LAYOUT, make_rows(3).data, create_compressor("zstd")))
     paths[3].write_bytes(packed)
     entries[3].size = len(packed)
-    reads, told = read_together(tier, entries)
-    check_reads(reads, told, (0, 3, 4))
+    reads, results = read_together(tier, entries)
+    check_reads(reads, results, (0, 3, 4))
     assert [*map(type, (reads[1].error, reads[2].error))] == [Damaged, ObjectGone]
     assert (tier.counts["damaged"], tier.counts["read_errors"]) == (1, 1)
     assert tier.availability.is_usable, "a run that is gone is a miss"
@@ -170,12 +170,12 @@ def test_a_folder_that_hangs_fails_all_reads_within_one_limit(tmp_path: Path, mo
 
     monkeypatch.setattr(call_limit, "compute_limit", lambda _: 0.05)
     monkeypatch.setattr(stored_reads, "read_files", hang)
-    reads, told = read_together(tier, entries)
+    reads, results = read_together(tier, entries)
     assert {type(read.error) for read in reads} == {StoreUnreachable}
     assert not tier.availability.is_usable
     goes_on.set()
     assert has_ended.wait(30)
-    assert not told
+    assert not results
     assert not any(read.buffer for read in reads)
     assert tier.close(30)
 
@@ -218,8 +218,8 @@ def test_no_memory_for_a_run_concerns_no_other(disk: DiskTier, monkeypatch: pyte
         return allocate(memory, size)
 
     monkeypatch.setattr(SlabMemory, "allocate", allocate_twice)
-    reads, told = read_together(disk, entries)
-    check_reads(reads, told, (0, 1))
+    reads, results = read_together(disk, entries)
+    check_reads(reads, results, (0, 1))
     assert {type(read.error) for read in reads[2:]} == {MemoryError}
 
 

@@ -509,7 +509,7 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBenc
 async def test_a_checkpoint_that_others_would_wait_for_stays_on_the_device(
     bench: StatefulBench, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    """Where memory is pinned, neither the device's thread waits for earlier copies nor is more memory pinned."""
+    """With pinned memory, the device's thread does not wait for earlier copies, and no more memory is pinned."""
     caplog.set_level("INFO", "rekindle.store")
     bench.open(1, 0)
     await bench.prefill(1, 0, 0, 16)

@@ -159,8 +159,8 @@ async def test_whole_chunks_of_a_long_prefill_have_the_time_that_they_took_so_fa
     found = list[PrefillAdvanced]()
     done = anyio.Event()
 
-    def take(told) -> None:
-        found.extend(outcome for _, outcome in told)
+    def take(reported) -> None:
+        found.extend(outcome for _, outcome in reported)
         if not found[-1].more:
             done.set()
 

@@ -46,8 +46,8 @@ class Outcomes:
         self.found |= {caller.request: [] for caller in callers}
         self.driver.executor.submit(Launch(effect_requests, joins=joins), self.take)
 
-    def take(self, told) -> None:
-        for request, outcome in told:
+    def take(self, reported) -> None:
+        for request, outcome in reported:
             self.found[request].append(outcome)
             if isinstance(outcome, Decoded):
                 self.callers[request].take(outcome)

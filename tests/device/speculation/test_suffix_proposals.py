@@ -247,7 +247,7 @@ def a_member(slot: int, state: SlotState, rule: Copying | None, steps: int = 50)
 
 
 def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps: int = 50, capacity: int = 999):
-    """What is copied of the same text in several slots, which ends with a match of five tokens."""
+    """Return what is copied of one text in several slots. The text ends with a match of five tokens."""
     copies = StepCopies(SuffixProposer(matcher()), capacity)
     text = [*range(1, 40), 5, 6, 7, 8, 9]
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]

@@ -367,6 +367,6 @@ def test_a_part_of_the_layers_reads_only_its_own_tensors(folder):
 def test_absurd_numbers_in_a_configuration_are_one_line(folder, value):
     raw = json.loads((folder / "config.json").read_text())
     raw.pop("rope_parameters", None)
-    with pytest.raises(CheckpointError, match="rope_theta") as told:
+    with pytest.raises(CheckpointError, match="rope_theta") as raised:
         parse({**raw, "rope_theta": value})
-    assert len(str(told.value)) < 120
+    assert len(str(raised.value)) < 120

@@ -49,8 +49,8 @@ NAMES = (
 def config_of(name: str) -> DenseConfig:
     if name == "hybrid":
         return HYBRID
-    model_type, told = (VARIANTS | WINDOWED)[name]
-    raw = {**SIZES, **GEOMETRIES["gqa 2 to 1"], "rope_theta": 1e4, "hidden_activation": "gelu_pytorch_tanh", **told}
+    model_type, settings = (VARIANTS | WINDOWED)[name]
+    raw = {**SIZES, **GEOMETRIES["gqa 2 to 1"], "rope_theta": 1e4, "hidden_activation": "gelu_pytorch_tanh", **settings}
     found = family_of({"model_type": model_type}).parse(raw)
     assert isinstance(found, DenseConfig)
     return found

@@ -114,9 +114,9 @@ def test_a_step_runs_ahead_with_tokens_that_are_on_the_device(config):
 def test_an_embedding_in_host_memory_gives_the_same_bits_and_takes_none_of_the_device():
     shard, away = shard_of(WIDE, torch.bfloat16), shard_of(WIDE, torch.bfloat16, offload_embedding=True)
     tokens, table = tokens_of(WIDE), WIDE.vocab_size * WIDE.hidden_size * 2
-    held, beside = shard.memory(), away.memory()
-    assert (held["host"], beside["host"]) == (0, table)
-    assert beside["weights"] == held["weights"] - table
+    held, without_table = shard.memory(), away.memory()
+    assert (held["host"], without_table["host"]) == (0, table)
+    assert without_table["weights"] == held["weights"] - table
     assert away.embedding.device.type == "cpu"
     for pieces in ([(512, 512)], [(512, 300), (4, 1)]):  # recorded after the first of them, and replayed
         assert same_bits(rows_in_pieces(away, tokens, pieces), rows_in_pieces(shard, tokens, pieces))

@@ -56,9 +56,9 @@ def packed(models: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPat
     return found
 
 
-def copied(folder: Path, beside: Path) -> Path:
-    shutil.copytree(folder, beside / "m")
-    return beside / "m"
+def copied(folder: Path, parent: Path) -> Path:
+    shutil.copytree(folder, parent / "m")
+    return parent / "m"
 
 
 def edit(folder: Path, **changes: Tensor | None) -> None:

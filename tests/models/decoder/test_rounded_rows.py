@@ -1,4 +1,4 @@
-"""Which matrices of a folder in FP8 ask for rows in FP8 as well."""
+"""Tests of the matrices of an FP8 folder that are multiplied with rows in FP8."""
 
 from __future__ import annotations
 

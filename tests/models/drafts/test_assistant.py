@@ -37,18 +37,18 @@ MODELS = {
 def pair(request, tmp_path_factory):
     """A target and its assistant, in folders and as transformers has them."""
     folder = tmp_path_factory.mktemp("target")
-    beside = tmp_path_factory.mktemp("assistant")
-    told = MODELS[request.param]
-    return folder, beside, save_model(folder, "gemma4_text", **told), save_assistant(beside, told)
+    draft_folder = tmp_path_factory.mktemp("assistant")
+    settings = MODELS[request.param]
+    return folder, draft_folder, save_model(folder, "gemma4_text", **settings), save_assistant(draft_folder, settings)
 
 
 class Assisted:
     """A target and its assistant on proven kernels. cuts: where the target is split."""
 
-    def __init__(self, folder, beside, *cuts: int, dtype: torch.dtype = torch.float32, rows=None) -> None:
+    def __init__(self, folder, draft_folder, *cuts: int, dtype: torch.dtype = torch.float32, rows=None) -> None:
         target = Checkpoint.open(folder)
         config = target.config
-        found = AssistantCheckpoint.open(beside, config)
+        found = AssistantCheckpoint.open(draft_folder, config)
         listed = config.products(BUCKETS, capacity=CAPACITY, dtype=dtype, threads=torch.get_num_threads())
         kernels = kernels_for(listed, dtype, CAPACITY)
         bounds = (0, *cuts, config.num_layers)
@@ -133,9 +133,9 @@ def compute_oracle(model, assistant, tokens, position: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("position", [1, 40, 64, 130])
 def test_it_says_what_transformers_says(pair, position):
-    folder, beside, model, assistant = pair
+    folder, draft_folder, model, assistant = pair
     tokens = tokens_of(LENGTH)
-    assisted = Assisted(folder, beside)
+    assisted = Assisted(folder, draft_folder)
     assisted.fill(0, tokens[:position], [100])
     [logits] = assisted.propose(ask(tokens, position))
     expected = compute_oracle(model, assistant, tokens, position)
@@ -150,12 +150,12 @@ def test_proposals_do_not_depend_on_how_rows_came_about(pair, dtype, rows):
     """Proposals have the same bits in pieces, behind rejected rows, with other requests, in another slot, and over two
     shards.
     """
-    folder, beside, *_ = pair
+    folder, draft_folder, *_ = pair
     tokens = tokens_of(LENGTH)
-    whole = Assisted(folder, beside, dtype=dtype, rows=rows)
+    whole = Assisted(folder, draft_folder, dtype=dtype, rows=rows)
     # Behind the layers whose rows the last ones share; a model that shares none has the rows that are read behind 1.
     cut = 4 if whole.draft.config.target_layers == 6 else 1
-    split = Assisted(folder, beside, cut, dtype=dtype, rows=rows)
+    split = Assisted(folder, draft_folder, cut, dtype=dtype, rows=rows)
     for position in (64, 131):
         whole.fill(0, tokens[:position], [256])
         [expected] = whole.propose(ask(tokens, position))
@@ -172,11 +172,11 @@ def test_proposals_do_not_depend_on_how_rows_came_about(pair, dtype, rows):
 
 
 def test_an_assistant_that_does_not_fit_is_refused(pair, tmp_path):
-    folder, beside, *_ = pair
+    folder, draft_folder, *_ = pair
     target = Checkpoint.open(folder).config
-    assert is_assistant(beside)
+    assert is_assistant(draft_folder)
     assert not is_assistant(folder)
-    raw = json.loads((beside / "config.json").read_text())
+    raw = json.loads((draft_folder / "config.json").read_text())
     for changes, said in (
         ({"backbone_hidden_size": 65}, "backbone_hidden_size is 65, but the target has 64"),
         ({"text_config": raw["text_config"] | {"sliding_window": 50}}, "no layer with a window of 50 rows"),
@@ -186,8 +186,8 @@ def test_an_assistant_that_does_not_fit_is_refused(pair, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(raw | changes))
         with pytest.raises(CheckpointError, match=said):
             AssistantCheckpoint.open(tmp_path, target)
-    assisted = Assisted(folder, beside)
+    assisted = Assisted(folder, draft_folder)
     copied = evolve(assisted.shard.head, find_caches=None)
-    found = AssistantCheckpoint.open(beside, target)
+    found = AssistantCheckpoint.open(draft_folder, target)
     with pytest.raises(ValueError, match="must be on the device of the last layers"):
         AssistantDraft(found.config, found, assisted.draft._kernels, copied)  # noqa: SLF001

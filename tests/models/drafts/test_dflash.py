@@ -220,7 +220,7 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
     config = config_of()
     found = []
     for cuts in ([256, 44], [64] * 4 + [32, 12], [256, 16, 16, 4, 4, 4]):
-        kernels, beside = (
+        kernels, draft_kernels = (
             proven(TARGET, torch.float32, 400).copy_for_shard(),
             proven_draft(config, torch.float32, 400).copy_for_shard(),
         )
@@ -231,7 +231,11 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
             ShardPlacement(slots=2, capacity=400, aux_layers=(6, 1, 4)),
         )
         draft = DFlashDraft(
-            config, random_tensors(config), beside, Pipeline((shard,)).head, DraftPlacement(slots=2, capacity=400)
+            config,
+            random_tensors(config),
+            draft_kernels,
+            Pipeline((shard,)).head,
+            DraftPlacement(slots=2, capacity=400),
         )
         tokens, at = tokens_of(300), 0
         for count in cuts:

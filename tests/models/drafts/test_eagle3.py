@@ -143,14 +143,14 @@ def test_a_tree_has_the_proposals_of_the_chain_and_the_likeliest_tokens_beside_t
     spine = tuple(alone.tokens[0])
     paths = tree.paths()[1:]
     assert paths[:7] == [spine[:length] for length in range(1, 8)]
-    beside: dict[int, list[int]] = {}
+    side_tokens: dict[int, list[int]] = {}
     for path in paths[7:]:
         assert path[:-1] == spine[: len(path) - 1], "nothing follows a token beside the chain"
-        beside.setdefault(len(path) - 1, []).append(path[-1])
-    for depth, found in beside.items():
+        side_tokens.setdefault(len(path) - 1, []).append(path[-1])
+    for depth, found in side_tokens.items():
         row = alone.logits[0][depth]
         assert sorted(row[found].tolist()) == sorted(row.topk(1 + len(found)).values[1:].tolist()), "bf16 has ties"
-    assert sum(map(len, beside.values())) == 8
+    assert sum(map(len, side_tokens.values())) == 8
 
 
 def test_rows_that_were_taken_back_are_forgotten(pair, tokens):

@@ -29,8 +29,8 @@ BUCKET = next(bucket for bucket in BUCKETS if bucket >= LENGTH)
 
 @pytest.mark.parametrize("name", ["glm4_moe, groups and norms", "laguna", "deepseek_v3, groups, yarn", "gpt_oss"])
 def test_a_draft_of_any_family_reads_the_outputs_of_its_layers(tmp_path: Path, name: str) -> None:
-    model_type, told = (VARIANTS | WINDOWED)[name]
-    target = save_model(tmp_path / "target", model_type, **told)
+    model_type, settings = (VARIANTS | WINDOWED)[name]
+    target = save_model(tmp_path / "target", model_type, **settings)
     checkpoint = Checkpoint.open(tmp_path / "target")
     config = checkpoint.config
     aux_layers = (0, 1, config.num_layers - 1)

@@ -51,9 +51,9 @@ class TargetWithHead:
         )
         head = HeadCheckpoint.open(checkpoint)
         own = list_head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
-        beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
+        target_kernels = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
         self.draft = MtpDraft(
-            head.config, head, beside.copy_for_shard(), Pipeline((self.shard,)).head, DraftPlacement(**shape)
+            head.config, head, target_kernels.copy_for_shard(), Pipeline((self.shard,)).head, DraftPlacement(**shape)
         )
 
     def fill(self, slot: int, tokens: Tensor, pieces: list[int], start: int = 0, *, followed: bool = True) -> None:
@@ -100,11 +100,11 @@ def sparse(tmp_path_factory) -> Heads:
     folder = tmp_path_factory.mktemp("qwen3_next")
     found = {"qwen3_next": (folder, *save_with_head(folder))}
     for name, variant in PUBLISHED.items():
-        model_type, told = VARIANTS[variant]
-        told = {**told, "vocab_size": 512}
+        model_type, settings = VARIANTS[variant]
+        settings = {**settings, "vocab_size": 512}
         folder = tmp_path_factory.mktemp(name)
-        target = save_model(folder, model_type, **told)
-        found[name] = (folder, target, save_own_head(folder, model_type, told))
+        target = save_model(folder, model_type, **settings)
+        found[name] = (folder, target, save_own_head(folder, model_type, settings))
     return found
 
 
@@ -135,7 +135,7 @@ def test_it_says_what_the_formulas_of_its_training_say(tokens, position):
     pair.fill(0, tokens[:position], [100])
     [logits], [picked] = pair.said(ask(tokens, position))
     with torch.no_grad():
-        hidden = model.hidden(tokens[None, : position + 1])
+        hidden = model.compute_hidden(tokens[None, : position + 1])
         so_far = tokens[None, : position + 1]
         before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
         before[:, :position:64] = 0  # of context rows

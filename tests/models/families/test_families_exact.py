@@ -225,8 +225,8 @@ def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shap
         expected = attended(256, Segment(0, start, 256))
         for bucket, at, count in ((4, 0, 1), (4, 124, 4), (8, 127, 7), (16, 118, 16), (64, 100, 50), (4, 255, 1)):
             assert same_bits(attended(bucket, Segment(0, start + at, count)), expected[at : at + count])
-        beside = attended(16, Segment(1, 30, 5), Segment(0, start + 124, 6))
-        assert same_bits(beside[5:], expected[124:130])
+        with_neighbour = attended(16, Segment(1, 30, 5), Segment(0, start + 124, 6))
+        assert same_bits(with_neighbour[5:], expected[124:130])
 
 
 @with_first("whole")

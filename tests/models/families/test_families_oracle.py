@@ -16,8 +16,8 @@ from tests.pairs import one_in
 @pytest.fixture(scope="module", params=[*VARIANTS])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    model_type, told = VARIANTS[request.param]
-    return folder, save_model(folder, model_type, **told)
+    model_type, settings = VARIANTS[request.param]
+    return folder, save_model(folder, model_type, **settings)
 
 
 def test_logits_in_float32_are_those_of_transformers(model):

@@ -69,8 +69,8 @@ def test_slots_side_by_side_are_each_as_if_alone(whole):
 
 
 def saved(folder, name):
-    model_type, told = SPARSE[name]
-    save_model(folder, model_type, **told)
+    model_type, settings = SPARSE[name]
+    save_model(folder, model_type, **settings)
     return folder
 
 

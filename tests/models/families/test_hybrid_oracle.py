@@ -19,14 +19,14 @@ KERNELS = {"reference": lambda _: ReferenceKernels(), "cpu": CpuKernels}
 KERNEL_NAMES = [*KERNELS]
 
 
-MODELS = {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()} | SPARSE | WINDOWED
+MODELS = {name: ("qwen3_5_text", settings) for name, settings in HYBRIDS.items()} | SPARSE | WINDOWED
 
 
 @pytest.fixture(scope="module", params=[*MODELS])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    model_type, told = MODELS[request.param]
-    return folder, save_model(folder, model_type, **told)
+    model_type, settings = MODELS[request.param]
+    return folder, save_model(folder, model_type, **settings)
 
 
 # The reference kernels have the logits of a third of the models. What else they do is seen with the first one.

@@ -44,10 +44,10 @@ def build(kernels, dtype=torch.float32, **more) -> DenseShard:
 
 
 def parse(name: str, **changes) -> LatentConfig:
-    model_type, told = VARIANTS[name]
+    model_type, settings = VARIANTS[name]
     sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 104, "num_hidden_layers": 3}
     usual = {**sizes, "num_attention_heads": 4, "max_position_embeddings": 2048, "rope_theta": 1e4}
-    raw = {"model_type": model_type, **usual, **told, **changes}
+    raw = {"model_type": model_type, **usual, **settings, **changes}
     found = family_of(raw).parse(raw)
     assert isinstance(found, LatentConfig)
     return found

@@ -19,8 +19,8 @@ from tests.models.windowed import FULL, GEMMA4, SLIDING, parse_config
 
 
 def save_variant(folder, name: str) -> None:
-    model_type, told = VARIANTS[name]
-    save_model(folder, model_type, **told)
+    model_type, settings = VARIANTS[name]
+    save_model(folder, model_type, **settings)
 
 
 def read_settings(folder) -> dict:
@@ -58,9 +58,9 @@ def test_layers_of_gemma_4_may_be_named_by_numbers_with_leading_zeros(width):
     """transformers writes 05 where there are more than ten layers."""
     kinds = [SLIDING] * 5 + [FULL]
     full = {"head_dim": 64, "num_key_value_heads": 1}
-    told = {**GEMMA4, "num_hidden_layers": 6, "layer_types": kinds, "global_head_dim": None}
-    told["per_layer_config"] = {f"{5:0{width}}": full}
-    config = parse_config("gemma4_text", told)
+    settings = {**GEMMA4, "num_hidden_layers": 6, "layer_types": kinds, "global_head_dim": None}
+    settings["per_layer_config"] = {f"{5:0{width}}": full}
+    config = parse_config("gemma4_text", settings)
     assert [(kind.head_dim, kind.num_kv_heads) for kind in config.kinds] == [*[(16, 2)] * 5, (64, 1)]
 
 

@@ -63,7 +63,7 @@ from tests.pairs import one_in
 
 ALL = {name: how for name, how in VARIANTS.items() if "qwen3_moe" not in name}  # what files have of experts is less
 ALL.pop("mistral")  # its files say that they are Llama's
-ALL |= {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()}
+ALL |= {name: ("qwen3_5_text", settings) for name, settings in HYBRIDS.items()}
 # Files of Gemma 3 do not say how queries are scaled.
 ALL |= {name: how for name, how in WINDOWED.items() if "odd scale" not in name}
 ALL = {name: how for name, how in ALL.items() if how[0] in NAMES or how[0].startswith("qwen")}

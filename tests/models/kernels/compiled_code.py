@@ -1,4 +1,4 @@
-"""What compiled kernels look like: how threads hold operands, and a fault of the assembler in machine code."""
+"""Reads compiled kernels: how threads hold operands, and a fault of the assembler in machine code."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def check_biases() -> None:
 
 
 def check_gates() -> None:
-    """What every activation lets through, as torch says: its 1 + tanh has no digits left where that is close to 0."""
+    """Compare the gates of all activations with torch. Near zero, torch's 1 + tanh has few exact digits."""
     kernels = TritonKernels(CPU, pdl=False)
     for activation in (SILU, GELU, CLAMPED):
         both, biases = random(ROWS, 2 * WIDTH, seed=1) * 4, random(5, 2 * WIDTH, seed=2)

@@ -65,7 +65,7 @@ def test_heads_and_rows_are_not_taken_for_each_other() -> None:
 @pytest.mark.parametrize("codec", ["store", "zstd"])
 @pytest.mark.parametrize("size", [SHORT, BLOCK + 5, 300_001])
 def test_a_wrong_bit_is_found_wherever_it_is(size: int, codec: Fixed) -> None:
-    """By the decoder, or by another sum."""
+    """The decoder finds it, or the sum of its block does."""
     chance = random.Random(size)
     content = chance.randbytes(size)
     frame, sums = create_compressor(codec).compress_rows(content)

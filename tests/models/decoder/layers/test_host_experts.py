@@ -162,7 +162,7 @@ JOBS = [Job(tuple(tokens_of(40 + 9 * seed, seed=seed).tolist()), 70) for seed in
 
 async def answers(experts: HostExperts | None, record: Path | None = None) -> list[Tokens]:
     """Each alone, one after the other."""
-    told = list[Tokens]()
+    all_tokens = list[Tokens]()
     shard = Pipeline([shard_with(experts)])
     executor = DeviceExecutor(ExecutorParts(shard, (4, 8, 16, CHUNK), lane=DeviceLane(CPU), experts=experts))
     settings = with_expert_counts(
@@ -181,10 +181,10 @@ async def answers(experts: HostExperts | None, record: Path | None = None) -> li
                 async for message in running.submissions.submit(job):
                     tokens += message.tokens if isinstance(message, EmitTokens) else ()
                     assert not isinstance(message, Closed) or message.finish == "length"
-                told.append(tokens)
+                all_tokens.append(tokens)
     finally:
         executor.close()
-    return told
+    return all_tokens
 
 
 async def test_answers_are_the_same_while_experts_move_and_the_moves_replay(tmp_path: Path) -> None:
