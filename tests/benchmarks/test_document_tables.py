@@ -20,13 +20,13 @@ def test_a_table_stands_between_two_comments() -> None:
     page = table.write("before\n<!-- sizes: begin -->\nold\n<!-- sizes: end -->\nafter", {})
     assert page == "before\n<!-- sizes: begin -->\n| a | b |\n| --- | --- |\n| 1 | 2 |\n<!-- sizes: end -->\nafter"
     assert table.write(page, {}) == page
-    with pytest.raises(ValueError, match="page.md has no table sizes"):
+    with pytest.raises(ValueError, match=r"page\.md has no table sizes"):
         table.write("nothing", {})
 
 
 @pytest.mark.parametrize(
     ("weights", "name"),
-    [("wide", ""), ("wide:int8", "int8"), ("/tmp/wide-Q4_K_M.gguf", "Q4_K_M"), ("wide-fp8-static", "fp8-static")],
+    [("wide", ""), ("wide:int8", "int8"), ("models/wide-Q4_K_M.gguf", "Q4_K_M"), ("wide-fp8-static", "fp8-static")],
 )
 def test_a_packing_is_named_by_its_file(weights: str, name: str) -> None:
     assert name_packing(weights) == name
