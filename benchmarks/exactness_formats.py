@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from attrs import asdict, frozen
 
 from benchmarks.arguments import benchmark_parser
 from benchmarks.exactness import ANSWER, LONGEST, draw_prompts
@@ -30,7 +31,37 @@ from benchmarks.tables import print_table
 SUBJECT = "widened demo in packed formats"
 
 
-def measure_model(model: Path, prompts: Path, given: argparse.Namespace) -> dict[str, Any] | None:
+@frozen
+class FormatFindings:
+    """What became of one model: ways and answers, how many differ, and how many products a CPU multiplies packed."""
+
+    ways: int
+    jobs: int
+    differing: int
+    tokens: int  # of each way
+    distinct: float
+    restored: int
+    packed: int
+    numerics: str
+
+    @classmethod
+    def read(cls, line: str) -> FormatFindings:
+        """Read the result of `benchmarks.exactness`, which is its last line."""
+        result = json.loads(line)
+        rows, numerics = result["rows"], result["numerics"]
+        return cls(
+            ways=len(rows),
+            jobs=sum(row["jobs"] for row in rows),
+            differing=sum(row["differing"] for row in rows) + result.get("executed", {}).get("differing", 0),
+            tokens=rows[0]["tokens"],
+            distinct=rows[0]["distinct"],
+            restored=sum(row["restored"] for row in rows),
+            packed=sum("packed" in product for product in numerics.get("products", ())),
+            numerics=numerics.get("class", ""),
+        )
+
+
+def measure_model(model: Path, prompts: Path, given: argparse.Namespace) -> FormatFindings | None:
     """Return what one model's process found. None where it failed: then the reason is printed."""
     begun = time.monotonic()
     words = [sys.executable, "-m", "benchmarks.exactness", f"--model={model}", f"--asked={prompts}", "--unpack=never"]
@@ -43,41 +74,24 @@ def measure_model(model: Path, prompts: Path, given: argparse.Namespace) -> dict
     if done.returncode not in (0, 1) or not lines or not lines[-1].startswith("{"):
         print(f"{model.name} failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}", flush=True)
         return None
-    found = summarise(json.loads(lines[-1]))
-    found["seconds"] = round(time.monotonic() - begun)
-    print(model.name, {name: value for name, value in found.items() if name != "numerics"}, flush=True)
+    found = FormatFindings.read(lines[-1])
+    print(f"{time.monotonic() - begun:.0f} s, {model.name}: {found}", flush=True)
     return found
 
 
-def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is recorded of the result of `benchmarks.exactness` for one model."""
-    rows = result["rows"]
-    executed = result.get("executed", {})
-    return {
-        "ways": len(rows),
-        "jobs": sum(row["jobs"] for row in rows),
-        "differing": sum(row["differing"] for row in rows) + executed.get("differing", 0),
-        "tokens each way": rows[0]["tokens"],
-        "distinct": rows[0]["distinct"],
-        "restored": sum(row["restored"] for row in rows),
-        "packed": sum("packed" in product for product in result["numerics"].get("products", ())),
-        "numerics": result["numerics"].get("class"),
-    }
-
-
-def make_figure(found: Mapping[str, Mapping[str, Any]], device: str) -> Figure:
-    jobs, differing = (sum(one[key] for one in found.values()) for key in ("jobs", "differing"))
-    ways = min(one["ways"] for one in found.values())
+def make_figure(found: Mapping[str, FormatFindings], device: str) -> Figure:
+    jobs, differing = sum(one.jobs for one in found.values()), sum(one.differing for one in found.values())
+    ways = min(one.ways for one in found.values())
     where = ", H200" if device == "cuda" else ""
     at = f"{ways} ways, {len(found)} formats"
     return Figure("exactness", f"{SUBJECT}{where}", at, f"of {jobs:,} differ", differing, goal=Goal(at_most=0))
 
 
-def measure_all(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def measure_all(given: argparse.Namespace) -> dict[str, FormatFindings]:
     """Return the findings by the names of the models, in the order in which they are named."""
     started = time.monotonic()
 
-    def measure(model: Path) -> dict[str, Any] | None:
+    def measure(model: Path) -> FormatFindings | None:
         if given.limit and time.monotonic() - started > given.limit:
             print(f"no time left for {model.name}", flush=True)
             return None
@@ -107,11 +121,11 @@ def parse_options() -> argparse.Namespace:
 def main() -> int:
     given = parse_options()
     found = measure_all(given)
-    columns = ("ways", "jobs", "differing", "tokens each way", "packed", "seconds")
-    print_table("Packed formats", [{"model": name} | {key: one[key] for key in columns} for name, one in found.items()])
+    print_table("Packed formats", [{"model": name, **asdict(one)} for name, one in found.items()])
     figures = [make_figure(found, given.device)] if found else []
-    publish(given, "exactness_formats", {"formats": found}, figures, given.device)
-    return 1 if len(found) < len(given.models) or any(one["differing"] for one in found.values()) else 0
+    raw = {"formats": {name: asdict(one) for name, one in found.items()}}
+    publish(given, "exactness_formats", raw, figures, given.device)
+    return 1 if len(found) < len(given.models) or any(one.differing for one in found.values()) else 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.arguments import benchmark_parser
-from benchmarks.results import Figure, Goal, name_shape, publish
+from benchmarks.results import Figure, name_shape, publish
 from benchmarks.tables import median, print_table
 from engine.loading.memory.expert_placement import assign_first_experts, count_expert_weights
 from states.experts import Residents, choose_moves, make_residents
@@ -227,16 +227,9 @@ def line(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_figures(lines: list[dict[str, Any]], shape: str) -> list[Figure]:
-    """All experts on the device must give more than 100 tokens a second."""
+    """Make the figures of decoding. `benchmarks.family_speeds` compares experts on the device with their bytes."""
     return [
-        Figure(
-            "decode",
-            f"{name_shape(shape)}, experts",
-            one["experts, tokens"],
-            "tok/s",
-            one["decode, tokens/s"],
-            goal=Goal(at_least=100) if one["experts, tokens"].startswith("device") else None,
-        )
+        Figure("decode", f"{name_shape(shape)}, experts", one["experts, tokens"], "tok/s", one["decode, tokens/s"])
         for one in lines
     ]
 

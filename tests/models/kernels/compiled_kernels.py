@@ -24,6 +24,7 @@ from adapters.models.kernels.activations import CLAMPED, GELU
 from adapters.models.kernels.cuda.device_traits import DeviceTraits
 from adapters.models.kernels.cuda.draw import draw_tokens, find_extremes
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.penalties import GpuPenalties, apply_penalties
 from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_types
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask, AttentionRule
@@ -37,6 +38,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
 )
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.interfaces.row_kernels import NormedRows, add_delta
+from adapters.models.kernels.interfaces.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix
@@ -299,3 +301,16 @@ def pick_tokens(kernels: TritonKernels) -> None:
     sampling = Sampling(seed=1, temperature=0.7, top_k=20, top_p=0.9)
     found = torch.zeros(1, 3, dtype=torch.float64)
     draw_tokens(logits, extremes, [0], [sampling], [5], tokens=tokens[:1], found=found)
+
+
+def apply_biases_and_penalties(_: TritonKernels) -> None:
+    """Biases and penalties: of a prompt, of counted tokens, and of tokens that the step carries along."""
+    sampling = Sampling(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3)
+    penalties = GpuPenalties(sampling, (1, 2, 3), 5000, {7: 1.0}, CPU)
+    penalties.append(range(PENDING + 1))
+    apply_penalties(torch.zeros(2, 5000), [(penalties, (4,)), (None, ())])
+
+
+def embed_tokens(kernels: TritonKernels) -> None:
+    """Rows of an embedding in host memory, which is another device. Torch reads one on the device."""
+    kernels.embed(make(5000, 512).to("meta"), torch.zeros(4, dtype=torch.int64), make(4, 512))

@@ -56,6 +56,13 @@ LAYOUTS = {
     "FP8": FP8,
     "MXFP4": MXFP4,
 }
+FURTHER = {
+    "Q4_0": StepLayout("int4", 32),
+    "IQ4_NL": StepLayout("iq4", 32),
+    "GPTQ, 8 bits": StepLayout("int8", 128, least="scale"),
+    "w4a16": StepLayout("int4", 128),
+    "w8a16": StepLayout("int8", 128),
+}
 BF16 = torch.bfloat16
 HEADS = (64, 128, 256, 512)
 EXPERTS = ExpertsShape(8, 2, 256, is_normalized=True)
@@ -69,6 +76,8 @@ BODIES = {
     "products in float32": compiled.multiply(torch.float32, 128, 4, 64, 1024),
     **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 16, 64, 1024) for name, one in LAYOUTS.items()},
     **{f"{name} in one chain": compiled.multiply_packed(one, 16384, 4, 16, 64) for name, one in LAYOUTS.items()},
+    **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 64, 1024) for name, one in FURTHER.items()},
+    **{f"{name} in one chain": compiled.multiply_packed(one, 16384, 4, 64) for name, one in FURTHER.items()},
     "FP8, rows as well": compiled.multiply_packed(ROUNDED, 256, 1, 4, 16, 64, 100, 1024),
     "FP8, rows as well, many columns": compiled.multiply_packed(ROUNDED, 16384, 1, 4, 2048),
     "one and many rows of Q4_K in one chain": compiled.multiply_packed(LAYOUTS["Q4_K"], 16384, 1, 1024),
@@ -107,6 +116,8 @@ BODIES = {
     "experts of one row": compiled.run_row_of_experts,
     "rows": compiled.norm_and_gate,
     "picking": compiled.pick_tokens,
+    "biases and penalties": compiled.apply_biases_and_penalties,
+    "embeddings": compiled.embed_tokens,
 }
 FP8_ROWS = compiled.attend(128, 4, 1024, rows=torch.float8_e4m3fn)
 
