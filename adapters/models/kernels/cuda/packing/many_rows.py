@@ -58,7 +58,8 @@ def multiply_wide_ahead(
     """Multiply many rows with a weight that is unpacked in registers. processors: of the device."""
     form = weight.block_form
     rows = choose_wide_rows(len(x), weight, processors)
-    grid = (count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS),)
+    tiles = count_parts(len(x), rows) * count_parts(weight.outputs, _WIDE_OUTPUTS)
+    grid = (min(tiles, processors),)
     sizes = (len(x), weight.outputs, weight.blocks, weight.piece // form.block, out.stride(0))
     constants = {
         "STAGES": _WIDE_BYTES // (rows * form.block * x.element_size()),

@@ -86,14 +86,14 @@ def _consume(
     whole = steps // each * each
     for first in range(0, whole, each):
         acc, w, held = multiply_blocks(
-            first, first + each, w, held, matrix, coordinates, ring, come, free, (0, 0, 0), blocks, NUMBER, dtype, FORM,
-            MMA, STAGES, PARTS, False,
+            first, first + each, w, held, matrix, coordinates, ring, come, free, (0, 0, 0), blocks, 0, 0, NUMBER, dtype,
+            FORM, MMA, STAGES, PARTS, False,
         )  # fmt: skip
         total = total + acc
     for first in range(whole, steps, each):  # a last piece with fewer blocks
         acc, w, held = multiply_blocks(
-            first, steps, w, held, matrix, coordinates, ring, come, free, (0, 0, 0), blocks, NUMBER, dtype, FORM, MMA,
-            STAGES, 1, False,
+            first, steps, w, held, matrix, coordinates, ring, come, free, (0, 0, 0), blocks, 0, 0, NUMBER, dtype, FORM,
+            MMA, STAGES, 1, False,
         )  # fmt: skip
         total = total + acc
     out = gl.convert_layout(restore(total, dtype, FORM).to(dtype), PAIRS)  # gates round their inputs like this as well
@@ -159,7 +159,7 @@ def multiply_many_ahead(
                     FORM, GATED, STAGES, PARTS,
                 ),
             ),
-            (fill_ring, (x_desc, ring, come, free, first, steps, STAGES)),
+            (fill_ring, (x_desc, ring, come, free, first, steps, 0, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -45,8 +45,11 @@ def open_scales(MADE: gl.constexpr):
 
 
 @gluon.jit
-def make_scales(levels_ptr, scales, made, taken, n0, columns, blocks, steps, FORM: gl.constexpr):
-    """Compute the scales of both consumers' rows, block after block, and those of one block behind the last."""
+def make_scales(levels_ptr, scales, made, taken, n0, columns, blocks, steps, done, FORM: gl.constexpr):
+    """Compute the scales of both consumers' rows, block after block, and those of one block behind the last.
+
+    done: blocks whose scales were made before, of earlier tiles.
+    """
     MAKE: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 32, 1, 1], [1, MAKERS, 1, 1], [3, 2, 1, 0])
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, MAKE)))
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, MAKE)))
@@ -56,10 +59,10 @@ def make_scales(levels_ptr, scales, made, taken, n0, columns, blocks, steps, FOR
     power = find_power(n)
     held = load_levels(levels_ptr, n, 0, records, False, FORM)
     for step in range(steps + 1):
-        at = step % STAGES
+        at = (done + step) % STAGES
         found = scales_of_words(held, c, power, FORM)
         held = load_levels(levels_ptr, n, gl.minimum(step + 1, blocks - 1), records, False, FORM)
-        mbarrier.wait(taken.index(at), (step // STAGES & 1) ^ 1)
+        mbarrier.wait(taken.index(at), ((done + step) // STAGES & 1) ^ 1)
         scales.index(at).store(found)
         program_barrier()
         mbarrier.arrive(made.index(at), count=1)
@@ -88,7 +91,9 @@ def unpack_block(
     LEFT: gl.constexpr,
     MADE: gl.constexpr,
 ):
-    """Return block `step` of consumer NUMBER as the left side of a product. shared: see `open_scales`."""
+    """Return a block of consumer NUMBER as the left side of a product. shared: see `open_scales`. step: the number of
+    the block among all for which scales are made.
+    """
     if MADE:
         scales, made, taken = shared
         words = packed[0].reshape((1, HEIGHT, 1, 4, 4))
