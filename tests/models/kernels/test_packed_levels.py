@@ -65,8 +65,8 @@ def test_a_packed_matrix_takes_as_many_bits_as_an_estimate_says(layout: StepLayo
 
 
 def as_floats(numbers: Tensor, scale: str) -> Tensor:
-    if scale == "uint8":  # the exponent of a bfloat16
-        return (numbers << 7).to(torch.int16).view(torch.bfloat16).float()
+    if scale == "uint8":  # the exponent of a bfloat16, its last bit first
+        return ((numbers & 0x7F) << 8 | numbers & 0x80).to(torch.int16).view(torch.bfloat16).float()
     if scale == "float32":
         return torch.from_numpy(numbers.numpy().astype(np.uint32).view(np.float32))
     return torch.from_numpy(numbers.numpy().astype(np.uint16).view(np.int16)).view(getattr(torch, scale)).float()

@@ -41,9 +41,9 @@ NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight firs
 _WIDEST = 256  # columns of whole tiles of every wide product
 _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
-# The largest scales that are kept. Those of E2M1 are powers of two: of 2 ** 127 times their numbers, the exponent is
-# stored as bfloat16 has it. Those of E4M3 are stored 2 ** 120 times as great on devices without instructions for it.
-# Those of whole steps are stored as they are, and multiplied with great powers of two.
+# The largest scales that are kept. Those of E2M1 are powers of two. Of 2 ** 127 times their numbers the exponent is
+# stored as bfloat16 has it, its last bit first. Those of E4M3 are stored 2 ** 120 times as great on devices without
+# instructions for it. Those of whole steps are stored as they are, and multiplied with great powers of two.
 _LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0, "uint4": LARGEST_SCALE, "int4": LARGEST_SCALE, "int8": LARGEST_SCALE}
 _EXPONENT = 0x7F80  # the bits of bfloat16 that are its exponent
 _NUMBERS = {"uint8": gl.uint8, "float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
@@ -249,7 +249,7 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
         if bool((raised & ~_EXPONENT).any()):
             return None  # not a power of two
         layout = evolve(layout, scale="uint8")
-        scale = (raised >> 7).to(torch.uint8)
+        scale = ((raised >> 8) | (raised & 0x80)).to(torch.uint8)
     if layout.steps == "e4m3":
         layout = evolve(layout, scale="float32")
         scale = scale.float() * (1.0 if converts else 2.0**120)

@@ -208,8 +208,18 @@ def raised_scales_of(levels, c, power, PLACE: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def scale_of_e2m1(held, c):
-    """Return the scale of each word in both halves of a number. A level is the exponent of a power of two."""
-    exponents = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [held[0], 0x4040 + c * 0x101], dtype=gl.int32, is_pure=True, pack=1
+    """Return the scale of each word in both halves of a number.
+
+    A level is the exponent of a power of two, whose last bit comes first. In bfloat16 this bit is the first one of the
+    lower byte, and the others are the upper byte, below the sign.
+    """
+    last = held[0] & -0x7F7F7F80
+    others = held[0] & 0x7F7F7F7F
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [last, others, 0x4040 + c * 0x1111],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
-    return exponents << 7

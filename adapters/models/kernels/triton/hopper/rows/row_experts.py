@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.rows.wanted_experts import find_wanted, pick_expert
-from adapters.models.kernels.triton.packed import add_pieces, apply_gate, fetch_x, lanes_of, load_levels
+from adapters.models.kernels.triton.packed import add_pieces, apply_gate, fetch_x, lanes_of
 from adapters.models.kernels.triton.packed_groups import keep_order
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
@@ -36,19 +36,22 @@ def _request(
 ):
     """Load block number `step` of every piece, of the rows of a unit, whose first eight rows have the number `side`.
 
-    place: the rows of the first unit, lanes, words and pieces.
+    place: of the first unit, how far the words and the levels of each piece are from the matrix's; and pieces. These
+    are computed once, so that an address is one addition.
     """
-    n, t, c, piece = place
+    of_words, of_levels, piece = place
     PIECES: gl.constexpr = piece.shape[0]
-    RECORDS: gl.constexpr = BLOCKS * FORM.block // 128
     words, levels = matrix
-    block = piece * EACH + step
+    words += side * (BLOCKS * 128) + step * 128
+    levels += side * (BLOCKS * FORM.planes * 8) + step * (FORM.planes * 8)
     if (PIECES - 1) * EACH + step >= BLOCKS:
-        block = gl.minimum(block, BLOCKS - 1)
-    words += side * (BLOCKS * 128)
-    levels += side * (RECORDS * FORM.planes * 8)
-    found = gl.load(words + ((n >> 3) * BLOCKS + block) * 128 + (n & 7) * 16 + t * 4 + c)
-    level = load_levels(levels, n, block, RECORDS, False, FORM)
+        behind = gl.maximum(piece * EACH + step - (BLOCKS - 1), 0)
+        of_words = of_words - behind * 128
+        of_levels = of_levels - behind * (FORM.planes * 8)
+    found = gl.load(words + of_words)
+    scale = gl.load(levels + of_levels)
+    # There is one word of scales, and no other level.
+    level = ((scale, scale), (scale, scale), (scale, scale), (scale, scale))
     return found, (level, level)
 
 
@@ -117,7 +120,9 @@ def multiply_row(
     t = gl.arange(0, 4, layout=LANE)[None, None, :, None]
     c = gl.arange(0, 4, layout=WORD)[None, None, None, :]
     n = i // 2 + i % 2 * (COLUMNS // 2) if GATE else i
-    place = (n, t, c, gl.arange(0, PIECES, layout=PIECE)[:, None, None, None])
+    piece = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None]
+    block = (n >> 3) * BLOCKS + piece * EACH
+    place = (block * 128 + (n & 7) * 16 + t * 4 + c, block * (FORM.planes * 8) + (n & 7), piece)
     m = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
     k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
     before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (EACH * BLOCK)
