@@ -40,7 +40,7 @@ from states.world import Output, World, make_world
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 29
+VERSION = 30
 DIGEST_EVERY = 64  # events
 # Characters of one line. The longest context has 2**21 tokens, and each takes 14 characters in a redacted trace.
 LINE_LIMIT = 32 << 20
