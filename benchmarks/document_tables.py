@@ -3,7 +3,7 @@
 * docs/MODELS.md: how fast published shapes decode, and what keys and values of fewer bits lose;
 * docs/QUANTISED.md: what packed weights lose.
 
-A table lies between two comments with its name. A figure that no file has is left out.
+A table lies between two comments with its name. A figure that no file has is left out, and so is a column without any.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class DocumentTable:
         _, found, after = rest.partition(end)
         if not found:
             raise ValueError(f"{self.page.name} has no table {self.name}")
-        lines = (self.head, ["---"] * len(self.head), *self.rows(results))
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows = list(self.rows(results))
+        shown = [at for at, _ in enumerate(self.head) if any(row[at] for row in rows) or not rows]
+        lines = (self.head, ["---"] * len(self.head), *rows)
+        table = "\n".join("| " + " | ".join(line[at] for at in shown) + " |" for line in lines)
         return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -95,7 +97,7 @@ def list_weight_losses(results: Mapping[str, Result]) -> Iterator[Row]:
         name = name_packing(line["weights"])
         stored, loss = f"{line['bits a weight']:.1f}", f"{line['more, %']:.2f} %"
         found = [say_found(needles, "weights", f"wide-{ALIKE.get(name, name)}", length) for length in NEEDLES[::2]]
-        yield FORMATS.get(name, name), stored, "" if not name else loss, *found
+        yield FORMATS.get(name, name) or "bfloat16", stored, loss if name else "", *found
 
 
 def name_packing(weights: str) -> str:
