@@ -29,6 +29,7 @@ from engine.loading.memory.device_survey import (
     choose_state_checkpoints,
     free_memory,
     host_memory,
+    log_states,
     measure_host_slots,
 )
 from engine.loading.memory.expert_placement import choose_expert_bytes, count_brought_experts
@@ -78,11 +79,10 @@ def choose_fit(
         log.warning("--max-ctx: %s, because memory allows no more in %d slots", of, found.slots)
     if found.pages:
         if found.context < options.runtime.max_ctx:
-            log.warning(
-                "--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, options.runtime.max_ctx
-            )
+            held = found.context, options.runtime.max_ctx
+            log.warning("--max-ctx: %d of %d tokens, which is what --kv-memory holds", *held)
         log.info("memory holds %d tokens in %d pages, shared by %d slots", found.rows, found.pages, found.slots)
-    log_states(options, config, dtype, plan, found.slots)
+    log_states(options.checkpoints.state_checkpoints, config, dtype, plan, found.slots)
     for need in asked:
         if (taken := need.compute_taken(found)) > need.available:
             short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
@@ -93,19 +93,6 @@ def choose_fit(
     checkpoints = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), checkpoints, found)
     return found
-
-
-def log_states(
-    options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], slots: int
-) -> None:
-    """Log what the positional states of all slots take, and the earlier states that are kept beside them."""
-    count = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
-    sizes = [config.state_bytes(dtype, one.compute_device.type, one.layers) for one in plan]
-    own = slots * sum(of_slot for of_slot, _ in sizes)
-    kept = count * sum(of_checkpoint for _, of_checkpoint in sizes)
-    if own:
-        words = (slots, format_bytes(own), count, format_bytes(kept))
-        log.info("states of %d slots take %s, and %d earlier ones take %s (--slots, --state-checkpoints)", *words)
 
 
 def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int, plan: Sequence[Placement]) -> Fit:
