@@ -68,21 +68,18 @@ def choose_fit(
 
     peer, layouts, proven: as in `estimate_needs`.
     """
-    if options.runtime.max_ctx > config.max_positions:
-        raise UserError(
-            f"--max-ctx {options.runtime.max_ctx}: the model supports at most {config.max_positions} tokens"
-        )
+    limit = options.runtime.max_ctx
+    if limit > config.max_positions:
+        raise UserError(f"--max-ctx {limit}: the model supports at most {config.max_positions} tokens")
     asked = estimate_needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts, proven=proven)
     found = compute_fit(options.runtime, asked, config.max_positions, plan)
-    if found.fits and not options.runtime.max_ctx and found.context < config.max_positions:
-        of = f"{found.context} of the model's {config.max_positions} tokens"
-        log.warning("--max-ctx: %s, because memory allows no more in %d slots", of, found.slots)
+    if found.fits and not limit and found.context < config.max_positions:
+        counts = found.context, config.max_positions, found.slots
+        log.warning("--max-ctx: %d of the model's %d tokens, because memory allows no more in %d slots", *counts)
     if found.pages:
-        if found.context < options.runtime.max_ctx:
-            held = found.context, options.runtime.max_ctx
-            log.warning("--max-ctx: %d of %d tokens, which is what --kv-memory holds", *held)
+        if found.context < limit:
+            log.warning("--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, limit)
         log.info("memory holds %d tokens in %d pages, shared by %d slots", found.rows, found.pages, found.slots)
-    log_states(options.checkpoints.state_checkpoints, config, dtype, plan, found.slots)
     for need in asked:
         if (taken := need.compute_taken(found)) > need.available:
             short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
@@ -91,6 +88,7 @@ def choose_fit(
     shape = draft.shape if draft and on_host else None
     rows = read_row_types(options.weights.kv_dtype, dtype)
     checkpoints = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
+    log_states(checkpoints, config, dtype, plan, found.slots)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), checkpoints, found)
     return found
 

@@ -178,12 +178,8 @@ def measure_host_slots(
     return SlotMemory(token, sum(held for held, _ in states), sum(memory for _, memory in states))
 
 
-def log_states(asked: int, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], slots: int) -> None:
-    """Log what the positional states of all slots take, and the earlier states that are kept beside them.
-
-    asked: as in `choose_state_checkpoints`.
-    """
-    count = choose_state_checkpoints(asked, config, dtype, plan)
+def log_states(count: int, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], slots: int) -> None:
+    """Log what the positional states of all slots take, and the `count` earlier states that are kept beside them."""
     sizes = [config.state_bytes(dtype, one.compute_device.type, one.layers) for one in plan]
     own = slots * sum(of_slot for of_slot, _ in sizes)
     kept = count * sum(of_checkpoint for _, of_checkpoint in sizes)
