@@ -29,6 +29,7 @@ from engine.loading.memory.device_survey import (
     choose_state_checkpoints,
     free_memory,
     host_memory,
+    log_states,
     measure_host_slots,
 )
 from engine.loading.memory.expert_placement import choose_expert_bytes, count_brought_experts
@@ -67,22 +68,18 @@ def choose_fit(
 
     peer, layouts, proven: as in `estimate_needs`.
     """
-    if options.runtime.max_ctx > config.max_positions:
-        raise UserError(
-            f"--max-ctx {options.runtime.max_ctx}: the model supports at most {config.max_positions} tokens"
-        )
+    limit = options.runtime.max_ctx
+    if limit > config.max_positions:
+        raise UserError(f"--max-ctx {limit}: the model supports at most {config.max_positions} tokens")
     asked = estimate_needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts, proven=proven)
     found = compute_fit(options.runtime, asked, config.max_positions, plan)
-    if found.fits and not options.runtime.max_ctx and found.context < config.max_positions:
-        of = f"{found.context} of the model's {config.max_positions} tokens"
-        log.warning("--max-ctx: %s, because memory allows no more in %d slots", of, found.slots)
+    if found.fits and not limit and found.context < config.max_positions:
+        counts = found.context, config.max_positions, found.slots
+        log.warning("--max-ctx: %d of the model's %d tokens, because memory allows no more in %d slots", *counts)
     if found.pages:
-        if found.context < options.runtime.max_ctx:
-            log.warning(
-                "--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, options.runtime.max_ctx
-            )
+        if found.context < limit:
+            log.warning("--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, limit)
         log.info("memory holds %d tokens in %d pages, shared by %d slots", found.rows, found.pages, found.slots)
-    log_states(options, config, dtype, plan, found.slots)
     for need in asked:
         if (taken := need.compute_taken(found)) > need.available:
             short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
@@ -91,21 +88,9 @@ def choose_fit(
     shape = draft.shape if draft and on_host else None
     rows = read_row_types(options.weights.kv_dtype, dtype)
     checkpoints = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
+    log_states(checkpoints, config, dtype, plan, found.slots)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), checkpoints, found)
     return found
-
-
-def log_states(
-    options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], slots: int
-) -> None:
-    """Log what the positional states of all slots take, and the earlier states that are kept beside them."""
-    count = choose_state_checkpoints(options.checkpoints.state_checkpoints, config, dtype, plan)
-    sizes = [config.state_bytes(dtype, one.compute_device.type, one.layers) for one in plan]
-    own = slots * sum(of_slot for of_slot, _ in sizes)
-    kept = count * sum(of_checkpoint for _, of_checkpoint in sizes)
-    if own:
-        words = (slots, format_bytes(own), count, format_bytes(kept))
-        log.info("states of %d slots take %s, and %d earlier ones take %s (--slots, --state-checkpoints)", *words)
 
 
 def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int, plan: Sequence[Placement]) -> Fit:

@@ -22,6 +22,7 @@ from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import Facts
 from engine.loading.memory.memory_fit import Fit
 from engine.settings.model_options import PlacementOptions, RuntimeOptions
+from engine.settings.output.formatting import format_bytes
 from engine.settings.paths import find_user_folder
 from engine.settings.placement import layer_ranges
 from engine.settings.user_error import UserError
@@ -175,6 +176,16 @@ def measure_host_slots(
         token += draft.kv_bytes_per_token(dtype)
     states = [config.state_bytes(dtype, "cpu", layers) for layers in here]
     return SlotMemory(token, sum(held for held, _ in states), sum(memory for _, memory in states))
+
+
+def log_states(count: int, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], slots: int) -> None:
+    """Log what the positional states of all slots take, and the `count` earlier states that are kept beside them."""
+    sizes = [config.state_bytes(dtype, one.compute_device.type, one.layers) for one in plan]
+    own = slots * sum(of_slot for of_slot, _ in sizes)
+    kept = count * sum(of_checkpoint for _, of_checkpoint in sizes)
+    if own:
+        words = (slots, format_bytes(own), count, format_bytes(kept))
+        log.info("states of %d slots take %s, and %d earlier ones take %s (--slots, --state-checkpoints)", *words)
 
 
 def check_memory(slot: SlotMemory, state_checkpoints: int, fit: Fit) -> None:
