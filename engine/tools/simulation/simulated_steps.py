@@ -27,7 +27,7 @@ class TakenSteps:
     ns: int
 
 
-def take_steps(costs: Costs, members: Sequence[DecodingRequest], most: int, room_ns: int) -> TakenSteps:
+def take_steps(costs: Costs, members: Sequence[DecodingRequest], most: int, room_ns: float) -> TakenSteps:
     """Take decode steps until one more would end after `room_ns`, but at least one.
 
     The times of the steps are added one by one, so the result equals that of single steps. most: of steps. Where
@@ -46,7 +46,7 @@ def take_steps(costs: Costs, members: Sequence[DecodingRequest], most: int, room
     return TakenSteps((steps,) * len(members), steps, took)
 
 
-def take_drawn_steps(costs: Costs, members: Sequence[DecodingRequest], most: int, room_ns: int) -> TakenSteps:
+def take_drawn_steps(costs: Costs, members: Sequence[DecodingRequest], most: int, room_ns: float) -> TakenSteps:
     """Take decode steps whose tokens are drawn from an acceptance profile."""
     assert costs.acceptance is not None
     got = [0] * len(members)

@@ -18,12 +18,13 @@ from adapters.store.disk.disk_tier import MAX_QUEUED_BYTES
 from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Layout, Run
 from adapters.store.host_tier import HostTier
+from adapters.store.kept_answers import NotePrompt
 from adapters.store.lease import LeasedPart, Miss
 from adapters.store.open_store import RECENT_SHARE, create_index
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
-from adapters.store.tier import NotePrompt, WriteRun
+from adapters.store.tier import WriteRun
 from effects.ids import LeaseId, Tier, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
@@ -59,6 +60,7 @@ class SimulatedDisk:
     clock: Clock
     tally: Tally
     recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    answers: ClassVar[None] = None
     queued_bytes: int = 0  # bytes that wait to be written
     threads: ClassVar = ()
     damaged_files: ClassVar[Mapping[str, int]] = {}
