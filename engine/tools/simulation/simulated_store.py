@@ -60,6 +60,7 @@ class SimulatedDisk:
     clock: Clock
     tally: Tally
     recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    answers: ClassVar[None] = None
     queued_bytes: int = 0  # bytes that wait to be written
     answers: ClassVar = None
     threads: ClassVar = ()

@@ -474,7 +474,7 @@ def test_a_damaged_journal_and_damaged_recent_prompts_are_counted(path: Path) ->
         file.write_bytes(file.read_bytes()[:-1])
     store = reopened(path)
     assert store.collect_figures().build_json()["rebuilt"] == 2
-    assert store.damaged_files == {"run": 0, "journal": 1, "recent": 1, "codec": 0}
+    assert store.damaged_files == {"run": 0, "journal": 1, "recent": 1, "answers": 0, "codec": 0}
     assert kept(store) == 40
     assert store.close()
 
