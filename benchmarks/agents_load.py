@@ -140,12 +140,11 @@ def ask_in_turn(url: str, prompts: Sequence[LoadPrompt]) -> list[Sample]:
 
 def run_with_client(url: str, work: Callable[[LoadClient], Awaitable[Result]]) -> Result:
     """Run work on a loop whose client notes when data came. A short request before it warms the server up."""
-    client = LoadClient.from_options(MeasuredServer(url=url), RequestOptions())
     selector = TimestampSelector()
-    client.clock = lambda: selector.at
+    client = LoadClient.from_options(MeasuredServer(url=url), RequestOptions(), lambda: selector.at)
 
     async def run() -> Result:
-        async with client.http:
+        async with client:
             await client.find_model()
             await client.ask(LoadPrompt(draw_tokens(make_random(str(time.time_ns())), 64), 8), Sample(0.0))
             return await work(client)

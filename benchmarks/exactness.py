@@ -5,7 +5,7 @@ leave, or executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
-[--family gpt_oss] [--gguf Q8_0] [--quantize int8] [--cpu-experts 2] [--longest 700] [--answer 48]`
+[--family gpt_oss] [--gguf Q8_0] [--quantize int8] [--unpack auto] [--cpu-experts 2] [--longest 700] [--answer 48]`
 
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
 draft. `--draft eagle3` takes a random EAGLE-3 draft instead, for GLM `--draft mtp` its own prediction head, and
@@ -44,6 +44,7 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
+from adapters.models.kernels.proof import prover
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
@@ -373,6 +374,7 @@ class Measured:
 # What a process needs to know that leaves its rows behind.
 PASSED_ON = (
     *("model", "draft", "device", "threads", "dtype", "kv_dtype", "quantize", "cpu_experts", "slots"),
+    "unpack",
     *("prompts", "skip", "logprobs", "longest", "answer"),
 )
 
@@ -520,6 +522,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--cpu-experts", default="auto", help="layers whose experts the host computes")
+    parser.add_argument(
+        "--unpack", default="auto", choices=["auto", "never"], help="never: a CPU multiplies packed weights as they are"
+    )
     parser.add_argument("--family", default="", choices=["", *FAMILIES])
     parser.add_argument("--gguf", default="", help="the type of weights of a GGUF file that --family becomes")
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
@@ -532,6 +537,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def prepare(given: argparse.Namespace, folder: Path) -> Options:
     """Write the checkpoint of --family below `folder`, if there is one, and return the options to load the model."""
+    if given.unpack == "never":
+        prover.WORTH_UNPACKING = 0.0
     given.kind = Path(given.draft).stem
     kind, plus, copies = given.draft.partition("+")
     if not given.family and kind in DEMO_DRAFTS:

@@ -1,20 +1,19 @@
-"""Published shapes with windows and experts on one CUDA device, random weights: decoding at 2k, first token at 8k.
+"""Published shapes with windows or experts on one CUDA device, random weights: decoding at 2k, first token at 8k.
 
-    python -m benchmarks.family_speeds [--shape gemma4-31b|gemma4-26b-a4b|gpt-oss-20b] [--layers 12] [--record]
+    python -m benchmarks.family_speeds [--shape gemma4-31b|gemma4-26b-a4b|gpt-oss-20b|30b-a3b] [--layers 12] [--record]
 
 `rekindle serve` runs in a process of its own with default options and without a draft, from a folder whose files have
 the right headers and no content: a tensor's values are drawn on the device when it is read. Weights are bfloat16, those
-of gpt-oss's experts MXFP4. Decoding is the time of 129 tokens less that of one over 128. Its limit is the bytes that a
-token must read over the best bandwidth of a large read or copy: all weights but those of experts that were not chosen,
-and keys and values, of layers with a window those of the window. First token: the median of three prompts that are
-new. profile: kernels of half a second of decoding, from the server's process, with the time that each adds to those
-before it.
+of gpt-oss's experts MXFP4, and those of 30b-a3b-q4_k Q4_K with a head in Q6_K. Decoding is the time of 129 tokens less
+that of one over 128. Its limit is the bytes that a token must read over the best bandwidth of a large read or copy: all
+weights but those of experts that were not chosen, and keys and values, of layers with a window those of the window.
+First token: the median of three prompts that are new. profile: kernels of half a second of decoding, from the server's
+process, with the time that each adds to those before it.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 import tempfile
@@ -27,16 +26,12 @@ from typing import Any
 
 import httpx
 import torch
-from attrs import frozen
 
-from adapters.checkpoint.packed_matrix import MXFP4, StepLayout
-from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig
-from adapters.models.decoder.family import family_of
-from adapters.models.open_checkpoint import EXPERTS
 from benchmarks.arguments import benchmark_parser
-from benchmarks.cuda_model import DTYPE, bandwidth
+from benchmarks.cuda_model import bandwidth
 from benchmarks.first_requests import ask, checkpoint_texts, listening
 from benchmarks.hybrid import holes, serve_drawn
+from benchmarks.published_shapes import SHAPES, PublishedShape, count_token_bytes
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
 
@@ -45,178 +40,6 @@ PROFILED_S = 0.5
 PAUSE_US = 20.0
 KERNELS = 40  # lines of a profile, at most
 PROFILE_ROUNDS = 12  # of decoding, at most, until the table of kernels is there
-GEMMA = {
-    "model_type": "gemma4_text",
-    "dtype": "bfloat16",
-    "vocab_size": 262_144,
-    "hidden_size_per_layer_input": 0,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "attention_k_eq_v": True,
-    "sliding_window": 1024,
-    "max_position_embeddings": 262_144,
-    "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "dtype": "bfloat16",
-    "vocab_size": 201_088,
-    "head_dim": 64,
-    "sliding_window": 128,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150_000.0,
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-}
-
-
-@frozen
-class PublishedShape:
-    """What config.json says, the layers up to one that sees all rows, and the share of the limit to be reached in %."""
-
-    settings: Mapping[str, Any]
-    interval: int
-    goal: float
-    experts: StepLayout | None = None
-
-    def make_settings(self, layers: int = 0) -> dict[str, Any]:
-        """Return config.json. layers: other than the shape has."""
-        count = layers or self.settings["num_hidden_layers"]
-        kinds = [SLIDING if (at + 1) % self.interval else FULL for at in range(count)]
-        return {**self.settings, "num_hidden_layers": count, "layer_types": [*kinds[:-1], FULL]}
-
-    def parse(self, layers: int = 0) -> LayeredConfig:
-        settings = self.make_settings(layers)
-        found = family_of(settings).parse(settings)
-        assert isinstance(found, LayeredConfig)
-        return found
-
-    def list_published(self, config: LayeredConfig) -> dict[str, tuple[int, ...]]:
-        """Return the tensors by published names. Gemma 4 has the experts beside the feed-forward."""
-        there = ".experts." if self.settings["model_type"] == GEMMA["model_type"] else EXPERTS
-        return {name.replace(EXPERTS, there): size for name, size in config.tensors().items()}
-
-    def find_layouts(self, config: LayeredConfig) -> dict[str, StepLayout]:
-        if self.experts is None:
-            return {}
-        return {name: self.experts for name in config.tensors() if EXPERTS in name and name.endswith("weight")}
-
-
-SHAPES = {
-    "gemma4-31b": PublishedShape(
-        {
-            **GEMMA,
-            "hidden_size": 5376,
-            "intermediate_size": 21_504,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "num_global_key_value_heads": 4,
-        },
-        interval=6,
-        goal=80,
-    ),
-    "gemma4-26b-a4b": PublishedShape(
-        {
-            **GEMMA,
-            "hidden_size": 2816,
-            "intermediate_size": 2112,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "num_global_key_value_heads": 2,
-            "enable_moe_block": True,
-            "num_experts": 128,
-            "top_k_experts": 8,
-            "moe_intermediate_size": 704,
-        },
-        interval=6,
-        goal=60,
-    ),
-    "gpt-oss-20b": PublishedShape(
-        {
-            **GPT_OSS,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-        },
-        interval=2,
-        goal=60,
-        experts=MXFP4,
-    ),
-    # To try the benchmark itself.
-    "small-gpt-oss": PublishedShape(
-        {
-            **GPT_OSS,
-            "vocab_size": 4096,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        interval=2,
-        goal=0,
-        experts=MXFP4,
-    ),
-    "small-gemma": PublishedShape(
-        {
-            **GEMMA,
-            "vocab_size": 4096,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_global_key_value_heads": 1,
-            "head_dim": 32,
-            "global_head_dim": 64,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 64,
-        },
-        interval=3,
-        goal=0,
-    ),
-}
-
-
-def count_token_bytes(shape: PublishedShape, config: LayeredConfig, context: int) -> int:
-    """Return the bytes that decoding one token must read."""
-    layouts, experts = shape.find_layouts(config), config.experts
-    found = 0.0
-    for name, size in config.tensors().items():
-        if name == "model.embed_tokens.weight" and "lm_head.weight" in config.tensors():
-            continue
-        layout = layouts.get(name)
-        share = experts.chosen / experts.count if experts is not None and EXPERTS in name else 1.0
-        found += share * math.prod(size) * (8 * DTYPE.itemsize if layout is None else layout.bits) / 8
-    for layer, kind in enumerate(config.kinds):
-        seen = min(context, kind.traits.window or context)
-        found += seen * config.shape_of(layer).row_bytes(DTYPE)
-    return int(found)
 
 
 # --- the server ---

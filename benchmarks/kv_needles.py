@@ -1,15 +1,16 @@
-"""Measures what a model finds in long texts when its rows have 8 bits or fewer: numbers are hidden in the texts, and
-the same texts are asked with full rows.
+"""Measures what a model finds in long texts when its rows have 8 bits or fewer, or its weights are packed: numbers are
+hidden in the texts, and the same texts are asked in each form.
 
-`python -m benchmarks.kv_needles [--kv-dtypes auto,int8,fp8] [--lengths 8192,16384] [--questions 8] [--model demo]`.
+`python -m benchmarks.kv_needles [--kv-dtypes auto,int8,fp8] [--lengths 8192,16384] [--questions 8] [--models demo]`.
 Each text of random words has one number, the first at its beginning, the last at its end; all forms are asked the same.
-`same` are answers with exactly the tokens of the first form.
+`same` are answers with exactly the tokens of the first form. Several models must have the same tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -66,28 +67,37 @@ async def asked(options: Options, texts: list[HiddenNumber], text: Text) -> tupl
 
 
 async def measure(given: argparse.Namespace) -> None:
-    base: dict[str, Any] = {"model": given.model, "threads": given.threads, "device": given.device, "slots": 1}
+    base: dict[str, Any] = {"threads": given.threads, "device": given.device, "slots": 1}
     base |= {"disk_prefix_cache": "off", "draft": "none"}
-    text = Text.load(find_model_folder(build_options(model=given.model).model))
+    text = Text.load(find_model_folder(build_options(model=given.models[0]).model))
     texts = [
         one for length in map(int, given.lengths.split(",")) for one in await hidden(text, length, given.questions)
     ]
     rows, first = list[dict[str, Any]](), list[Tokens]()
-    for name in re.split(r",(?!v=)", given.kv_dtypes):
-        answers, right = await asked(build_options(**base, kv_dtype=name), texts, text)
+    forms = [(model, name) for model in given.models for name in re.split(r",(?!v=)", given.kv_dtypes)]
+    for model, name in forms:
+        answers, right = await asked(build_options(**base, model=model, kv_dtype=name), texts, text)
         first = first or answers
         for length in dict.fromkeys(one.length for one in texts):
             at = [number for number, one in enumerate(texts) if one.length == length]
-            row = {"rows": name, "tokens": length, "texts": len(at), "found": sum(right[number] for number in at)}
+            row = {"weights": Path(model).stem, "rows": name, "tokens": length, "texts": len(at)}
+            row |= {"found": sum(right[number] for number in at)}
             rows.append({**row, "same": sum(answers[number] == first[number] for number in at)})
             print(rows[-1], flush=True)
     await text.aclose()
-    print_table(f"Numbers found by {given.model}", rows)
+    print_table("Numbers found", rows)
     figures = [
-        Figure("packed", f"needles found, {row['rows']} rows", str(row["tokens"]), f"of {row['texts']}", row["found"])
+        Figure(
+            "packed",
+            f"needles found, {row['weights']}, {row['rows']} rows",
+            str(row["tokens"]),
+            f"of {row['texts']}",
+            row["found"],
+        )
         for row in rows
     ]
-    publish(given, "kv_needles", {"rows": rows}, figures, given.device)
+    kind = "" if len(given.models) == 1 else "_packed"
+    publish(given, f"kv_needles{kind}", {"rows": rows}, figures, given.device)
 
 
 def main() -> None:
@@ -95,7 +105,7 @@ def main() -> None:
     parser.add_argument("--kv-dtypes", default="auto,int8,fp8")
     parser.add_argument("--lengths", default="8192,16384")
     parser.add_argument("--questions", type=int, default=8, help="of each length")
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--models", nargs="+", default=["demo"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0)
     anyio.run(measure, parser.parse_args())

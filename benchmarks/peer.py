@@ -18,7 +18,8 @@ the same folder as we do. --vllm-exact adds it once more in the mode where its a
 means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
 Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), and vLLM has dummy weights of its own,
 once it accepts a Qwen3-Next without experts (`peer_models.make_hybrid_servers`). Shapes of `benchmarks.family_speeds`
-are drawn alike. --packing writes the 8b shape packed (`benchmarks.packed_folders`). With --together all servers share
+are drawn alike. --cpu-experts leaves the experts of the first layers in host memory, where our server and llama.cpp's
+compute them. --packing writes the 8b shape packed (`benchmarks.packed_folders`). With --together all servers share
 the device, and one at a time is asked (`benchmarks.peer_together`): vLLM then needs
 `--vllm-flags=--kv-cache-memory-bytes=BYTES`, and our server with --defaults `--flags=--kv-memory=MIB`, as neither may
 take the rest of the memory. Our server has as many slots as a part needs, as long as they must be, and no draft. With
@@ -42,6 +43,7 @@ from benchmarks.agents_load import ask_in_turn, run_agents
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget
 from benchmarks.first_requests import SHAPES
+from benchmarks.packed_files import SPARSE
 from benchmarks.packed_folders import LISTERS
 from benchmarks.peer_load import MEMORY, ask_cold, ask_streams, make_workload, parse_numbers
 from benchmarks.peer_models import DRAWN, FAMILIES, HYBRID, make_servers, name_subject
@@ -224,8 +226,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--flags", default="", help="further options of our server")
     parser.add_argument("--defaults", action="store_true", help="our server has no options but those of --flags")
-    parser.add_argument("--shape", choices=["demo", *DRAWN, *SHAPES], default="demo")
+    parser.add_argument("--shape", choices=["demo", *DRAWN, *SHAPES, *SPARSE], default="demo")
     parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
+    parser.add_argument(
+        "--cpu-experts", type=int, default=0, help="layers whose experts ours and llama.cpp compute on the CPU"
+    )
     parser.add_argument("--packing", choices=LISTERS, default="", help="weights are written packed")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
     parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
@@ -262,6 +267,8 @@ def parse_options() -> argparse.Namespace:
         parser.error(f"--packing: for --shape {', '.join(SHAPES)}, without --file and --llama")
     if given.shape in DRAWN and (given.llama or given.file):
         parser.error(f"--shape {given.shape}: weights are drawn; without --llama and --file")
+    if given.shape in SPARSE and not given.file:
+        parser.error(f"--shape {given.shape}: with --file, which `benchmarks.packed_files` writes")
     if given.vllm and given.file:
         parser.error("--file: vLLM serves a folder of safetensors, not a GGUF file")
     return given

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from benchmarks.first_requests import checkpoint, checkpoint_texts
 from benchmarks.packed_folders import write_folder
 from benchmarks.peer_servers import DRAWN_MODULE, ROOT, Contender, serve_llama, serve_ours, serve_vllm
+from benchmarks.published_shapes import SHAPES
 from benchmarks.results import name_shape
 from tests.models.ggufs import packed, write_gguf
 
@@ -55,7 +56,8 @@ def name_subject(given: argparse.Namespace) -> str:
     shape = given.shape if given.shape in FAMILIES else name_shape(given.shape.removeprefix("hybrid-"))
     if given.file is not None:
         _, _, mix = given.file.stem.rpartition("-")
-        return given.file.stem if given.shape == "demo" else f"{shape} in {mix}"
+        placed = f", experts of {given.cpu_experts} layers on the CPU" if given.cpu_experts else ""
+        return given.file.stem if given.shape == "demo" else f"{shape} in {mix}{placed}"
     shape += " shape" if given.shape in FAMILIES else ""
     shape += f" in {given.packing.upper()}" if given.packing else ""
     return f"{shape}, {given.layers} layers" if given.layers else shape
@@ -78,6 +80,18 @@ def write_model(given: argparse.Namespace, folder: Path) -> Path:
     return model
 
 
+def list_placement(cpu_experts: int) -> tuple[str, ...]:
+    return ("--cpu-experts", str(cpu_experts)) if cpu_experts else ()
+
+
+def list_llama_options(cpu_experts: int) -> list[str]:
+    """Return where llama.cpp computes. cpu_experts: layers whose experts are computed on the CPU."""
+    found = list(LLAMA_ON_CUDA if torch.cuda.is_available() else ())
+    if cpu_experts or not found:
+        found += ["-t", str(torch.get_num_threads())]
+    return [*found, "--n-cpu-moe", str(cpu_experts)] if cpu_experts else found
+
+
 def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     """Return the servers by name, ours first. folder: where models are written."""
     if given.shape == HYBRID:
@@ -86,7 +100,7 @@ def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender
         return make_family_servers(given, folder)
     model = write_model(given, folder)
     sized = given.shape != "demo" and not given.defaults
-    flags = tuple(shlex.split(given.flags))
+    flags = (*list_placement(given.cpu_experts), *shlex.split(given.flags))
     # The demo is served without a draft and with it.
     plain = () if given.defaults and model != DEMO else ("--draft", "none")
     found = dict[str, Contender]()
@@ -99,8 +113,7 @@ def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender
         file = given.file or folder / "model.gguf"
         if not file.exists():
             write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
-        device = LLAMA_ON_CUDA if torch.cuda.is_available() else ("-t", str(torch.get_num_threads()))
-        found["llama.cpp"] = serve_llama(given.llama, file, device)
+        found["llama.cpp"] = serve_llama(given.llama, file, list_llama_options(given.cpu_experts))
     if given.vllm:
         how = (model, given.vllm, given.vllm_path, given.vllm_flags)
         found["vLLM"] = serve_vllm(*how)
@@ -146,8 +159,7 @@ def serve_drawn_vllm(model: Path, config: str, vocabulary: int, given: argparse.
 
 def make_family_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     """Servers of a family's shape: ours draws its weights when it starts, and vLLM has weights of its own."""
-    from benchmarks.family_speeds import SHAPES  # noqa: PLC0415 - it needs Triton
-    from benchmarks.hybrid import holes  # noqa: PLC0415 - the same
+    from benchmarks.hybrid import holes  # noqa: PLC0415 - it needs Triton
 
     shape = SHAPES[given.shape]
     config, settings = shape.parse(given.layers), shape.make_settings(given.layers)

@@ -42,6 +42,8 @@ from tests.models.ggufs import Kind, packed, write_gguf
 from tests.models.quantised import quantise
 
 HIDDEN, INNER, HEADS = 512, 1024, 8
+# Types that cannot be made without the importance of each column. Here all columns are equally important.
+WEIGHED = {Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS}
 CHUNK, ANSWER = 256, 32
 
 
@@ -79,12 +81,12 @@ def widened(source: Checkpoint, folder: Path) -> Checkpoint:
 
 def kind_in(mix: str, name: str, layers: int) -> Kind:
     """Return the type that `llama-quantize` gives a tensor (`llama_tensor_get_type_impl`)."""
-    own = Kind[mix.removesuffix("_M")]
+    own = Kind[mix if mix in Kind.__members__ else mix.removesuffix("_M")]
     if not name.startswith("blk."):
         return own if own in {Kind.Q8_0, Kind.BF16} else Kind.Q6_K
     layer, eighth = int(name.split(".")[1]), layers // 8
     values, down = "attn_v" in name, "ffn_down" in name
-    if mix.endswith("_M") and (values or down):
+    if mix not in Kind.__members__ and (values or down):
         more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
         return Kind.Q6_K if more else own
     if own is Kind.IQ4_XS and (values or (down and layer < eighth)):
@@ -103,7 +105,9 @@ def quantised(library: str, mix: str, layers: int) -> Callable[[str, np.ndarray,
             return packed(name, data, kind)
         (rows, columns), (count, block) = data.shape, gguf.GGML_QUANT_SIZES[kind]
         data, found = data.astype(np.float32), np.empty((rows, columns // count * block), np.uint8)
-        written = code(int(kind), data.ctypes.data, found.ctypes.data, 0, rows, columns, None)
+        importance = np.ones(columns, np.float32)
+        weights = importance.ctypes.data if kind in WEIGHED else None
+        written = code(int(kind), data.ctypes.data, found.ctypes.data, 0, rows, columns, weights)
         assert written == found.nbytes, (name, kind, written, found.nbytes)
         return found, kind
 

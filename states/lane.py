@@ -53,6 +53,9 @@ from states.step_prices import UNIT
 # has the second forward while the host hears of the first, which takes 1 to 10 ms where 64 requests are served. There
 # are no more, because a prompt that comes waits for all of them.
 FORWARDS = 2
+# A prompt that ends in the first of these forwards takes so many rows besides: that of its last token, if it is kept,
+# and that of its decode step in the second. Without them, a few rows of the prompt behind had a forward of their own.
+ROWS_PER_END = 2
 
 
 @frozen
@@ -211,9 +214,9 @@ def list_prompts_along(lane: Lane) -> list[RunPrefill]:
     return [effect for effect in effects if isinstance(effect, RunPrefill) and effect.forward_rows]
 
 
-def count_rows_along(lane: Lane) -> int:
-    """Count the rows of all prompts that go along with the decode steps of the running launch."""
-    return sum(effect.stop - effect.start for effect in list_prompts_along(lane))
+def count_rows_taken(lane: Lane) -> int:
+    """Count the rows of FORWARDS forwards that the prompts take which go along with the running launch."""
+    return sum(effect.stop - effect.start + ROWS_PER_END for effect in list_prompts_along(lane))
 
 
 def has_room_along(lane: Lane, settings: Settings) -> bool:
@@ -222,7 +225,7 @@ def has_room_along(lane: Lane, settings: Settings) -> bool:
     if not along or not may_share_forwards(settings):
         return not along
     most = FORWARDS * (along[0].forward_rows - len(list_decode_steps(lane.running)))
-    return count_rows_along(lane) + settings.block_size <= most
+    return count_rows_taken(lane) + settings.block_size <= most
 
 
 def may_share_forwards(settings: Settings) -> bool:

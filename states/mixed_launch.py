@@ -26,9 +26,9 @@ mixed launch ends after two forwards if there is a match. If a launch ends befor
 last outcome says how far they go, and the core asks for the others anew.
 
 Example. Requests 1 and 2 decode in one launch. Requests 3 and 4 come with prompts of 800 and 1,000 rows, and forwards
-have 512 rows. Two of them have room for 1,020 rows: 800 of request 3, and 220 of request 4. The next steps take along
-510 rows of request 3, then its other 290 rows and 220 of request 4. Then the first decode step of request 3 joins the
-launch, and the next 780 rows of request 4 do.
+have 512 rows. Two of them have room for 1,020 rows: 800 of request 3, two that its end may take, and 218 of request 4.
+The next steps take along 510 rows of request 3, then its other 290 rows and 218 of request 4. Then the first decode
+step of request 3 joins the launch, and the next 782 rows of request 4 do.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from effects.prefill import RunPrefill
 from states import step_prices
 from states.lane import (
     FORWARDS,
+    ROWS_PER_END,
     Lane,
-    count_rows_along,
+    count_rows_taken,
     get_decode_effects,
     list_decode_steps,
     list_other_effects,
@@ -89,29 +90,29 @@ def choose_mixed_chunks(
     settings = context.settings
     rest = list(others)
     chosen = list[EffectRequest]()
-    rows_along = count_rows_along(lane)
+    taken = count_rows_taken(lane)
     prompt_count = sum(isinstance(effect_request.effect, RunPrefill) for effect_request in others)
-    while rest and (not rows_along or may_share_forwards(settings)):
+    while rest and (not taken or may_share_forwards(settings)):
         after, other = choose_other_effect(lane, rest, requests)
-        chunk = choose_mixed_chunk(step_count, other, prompt_count, context, rows_along)
+        chunk = choose_mixed_chunk(step_count, other, prompt_count, context, taken)
         if chunk is None:
             break
         lane = after
         chosen.append(chunk)
         rest.remove(other)
-        rows_along += count_rows(chunk)
+        taken += count_rows(chunk) + ROWS_PER_END
         if not settings.mixed_launches:
             break
     return lane, tuple(chosen)
 
 
 def choose_mixed_chunk(
-    step_count: int, other: EffectRequest, prompt_count: int, context: DecisionContext, rows_along: int = 0
+    step_count: int, other: EffectRequest, prompt_count: int, context: DecisionContext, taken: int = 0
 ) -> EffectRequest | None:
     """Return the next rows of a prompt that go along with decode steps; None: the two take turns.
 
-    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`. rows_along: of prompts that
-    go along before this one.
+    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`. taken: rows of
+    FORWARDS forwards that the prompts in front of this one take (`count_rows_taken`).
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
     wider if several prompts wait. With positional state the rows are at most a block, unless the kernels update a
@@ -136,8 +137,8 @@ def choose_mixed_chunk(
         return None
     if not settings.mixed_launches:
         return shorten_prefill(other, prompt_rows)
-    room = FORWARDS * prompt_rows - rows_along
-    if rows_along and room < min(settings.block_size, count_rows(other)):
+    room = FORWARDS * prompt_rows - taken
+    if taken and room < min(settings.block_size, count_rows(other)):
         return None
     launched = shorten_prefill(other, room)
     assert isinstance(launched.effect, RunPrefill), "nothing else may go along"

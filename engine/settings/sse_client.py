@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
 
-import httpx2
 import msgspec
 
 LONGEST_LINE = 1 << 20  # bytes of one event; ours take a few hundred
@@ -72,8 +71,19 @@ class StreamBroken(Exception):
     """The answer is not what a server should send. The message is one line."""
 
 
+class StreamedAnswer(Protocol):
+    """An answer over HTTP, as `httpx2.Response` is one."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    def aiter_bytes(self) -> AsyncIterator[bytes]: ...
+
+    async def aread(self) -> bytes: ...
+
+
 async def read_chunks(
-    answer: httpx2.Response, clock: Callable[[], float] = time.perf_counter
+    answer: StreamedAnswer, clock: Callable[[], float] = time.perf_counter
 ) -> AsyncGenerator[tuple[float, Chunk]]:
     """Yield each event with the time when it came, in seconds of the clock, until the answer ends.
     Raises StreamBroken.

@@ -153,7 +153,7 @@ def test_a_foreign_server(peer: Foreign, model: str, level: dict[str, Any], caps
     ("model", "said"),
     [
         ("full", "HTTP 429: no room for this"),
-        ("cut", "RemoteProtocolError: peer closed connection"),
+        ("cut", "the server closed the connection within its answer"),
         ("silent", "an answer without text"),
         ("fails", "in the stream: out of memory"),
         ("garbage", "an event that is none: "),

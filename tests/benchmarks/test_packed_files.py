@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 
 from adapters.models.open_checkpoint import Checkpoint
@@ -30,6 +31,21 @@ def test_a_file_opens_and_its_weights_are_as_large_as_real_ones(mix: str, tmp_pa
         stored = checkpoint.read(published if published.endswith("weight") else "lm_head.weight").float().numpy()
         np.testing.assert_allclose(stored, weights, rtol=0.01, atol=1e-4)
     assert len(checkpoint.layouts) == 7 * LAYERS + 2
+
+
+@pytest.mark.timeout(60)
+def test_experts_of_a_layer_share_a_tensor_and_routers_are_not_packed(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "small-moe-Q4_K_M.gguf", "small-moe", "Q4_K_M")
+    checkpoint = Checkpoint.open(path)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    experts = checkpoint.config.experts
+    assert experts is not None
+    assert tensors["blk.1.ffn_up_exps.weight"].shape.tolist() == [256, experts.inner, experts.count]
+    assert tensors["blk.1.ffn_gate_inp.weight"].tensor_type is Kind.F32
+    router = checkpoint.read("model.layers.1.mlp.gate.weight")
+    expert = checkpoint.read("model.layers.1.mlp.experts.7.up_proj.weight")
+    assert all(0.015 < float(weight.float().std()) < 0.025 for weight in (router, expert))
+    assert not torch.equal(router, checkpoint.read("model.layers.2.mlp.gate.weight"))
 
 
 def test_a_mix_has_the_types_that_llama_quantize_gives() -> None:

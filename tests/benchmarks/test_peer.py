@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import peer, peer_load
 from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
-from benchmarks.peer_models import DEMO, name_subject
+from benchmarks.peer_models import DEMO, make_servers, name_subject
 from benchmarks.peer_servers import (
     ROOT,
     VLLM_ENVIRONMENT,
@@ -66,6 +66,21 @@ def test_ours_and_llama_cpp_get_room_for_what_they_are_asked() -> None:
     assert llama.command(4, 1000)[-6:] == ["-t", "2", "-np", "4", "-c", "4000"]
 
 
+def test_experts_of_as_many_layers_are_on_the_cpu_in_both_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "30b-a3b-Q4_K_M.gguf"
+    file.touch()
+    words = ["--file", str(file), "--shape", "30b-a3b", "--llama", "/llama-server", "--cpu-experts", "24"]
+    monkeypatch.setattr(sys, "argv", ["peer", *words])
+    given = peer.parse_options()
+    commands = {name: server.command(1, 1000) for name, server in make_servers(given, tmp_path).items()}
+    ours, theirs = commands["ours"], commands["llama.cpp"]
+    assert ours[ours.index("--cpu-experts") + 1] == theirs[theirs.index("--n-cpu-moe") + 1] == "24"
+    assert "-t" in theirs
+    assert name_subject(given) == "30B-A3B shape in Q4_K_M, experts of 24 layers on the CPU"
+
+
 def test_a_version_is_one_line_of_what_the_server_says() -> None:
     server = serve_vllm(MODEL, sys.executable, "/nowhere", "")
     assert "\n" not in server.find_version()
@@ -82,6 +97,7 @@ def test_a_version_is_one_line_of_what_the_server_says() -> None:
         (["--together", "--parts", "cold,restart"], "--together"),
         (["--packing", "awq"], "--packing"),
         (["--shape", "gpt-oss-20b", "--file", "m.gguf"], "drawn"),
+        (["--shape", "30b-a3b"], "--file"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_started(
@@ -186,7 +202,7 @@ def test_a_file_of_a_shape_is_named_after_its_mix() -> None:
     file = Path("/models/8b-Q4_K_M.gguf")
 
     def name(shape: str, file: Path | None = None, packing: str = "", layers: int = 0) -> str:
-        return name_subject(argparse.Namespace(file=file, shape=shape, packing=packing, layers=layers))
+        return name_subject(argparse.Namespace(file=file, shape=shape, packing=packing, layers=layers, cpu_experts=0))
 
     assert name("8b", file) == "8B shape in Q4_K_M"
     assert name("demo", file) == "8b-Q4_K_M"

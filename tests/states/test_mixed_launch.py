@@ -65,7 +65,7 @@ def test_a_prompt_goes_along_with_steps_that_run_unattended() -> None:
     along = a_prompt(1, 4, 4 + 2 * 14, forward_rows=16)
     assert chosen == Launch((a_step(2), a_step(3, steps=1), along)), "two forwards of 14 rows beside two decode rows"
     assert after_.runs_unattended
-    assert lane.count_rows_along(after_) == 28
+    assert lane.count_rows_taken(after_) == 28 + lane.ROWS_PER_END
     assert after_.running[-1] == along
 
 
@@ -263,18 +263,35 @@ def test_prompts_without_decode_steps_share_a_launch_of_two_forwards() -> None:
 
 
 def test_several_prompts_go_along_with_decode_steps_as_far_as_two_forwards_have_room() -> None:
-    """Two forwards of 16 rows have room for 30 rows behind one decode row."""
+    """Two forwards of 16 rows have room for 30 rows behind one decode row. A prompt's end may take two."""
     waiting = (a_prompt(1, 0, 12), a_prompt(2, 0, 8), a_prompt(3, 0, 60), a_prompt(4, 0, 5), a_step(5))
     after, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, ALONG, {}, Rates())
     rows = (
         a_prompt(1, 0, 12, forward_rows=16),
         a_prompt(2, 0, 8, forward_rows=16),
-        a_prompt(3, 0, 10, forward_rows=16),
+        a_prompt(3, 0, 6, forward_rows=16),
     )
     assert chosen == Launch((a_step(5), *rows))
     assert after.waiting == waiting[3:4]
     assert not lane.can_join(after, ALONG)
     assert not lane.is_blocking(after)
+
+
+@pytest.mark.parametrize("settings", [ALONG, STATEFUL])
+@pytest.mark.parametrize("ended", [1, 2, 3])
+def test_ends_of_prompts_in_front_leave_no_rows_that_two_forwards_have_no_room_for(
+    settings: Settings, ended: int
+) -> None:
+    """The prompts in front end in the first forward. Each may keep its last row there, and decodes in the second."""
+    waiting = (*(a_prompt(one, 0, 3) for one in range(1, ended + 1)), a_prompt(4, 0, 60), a_step(5))
+    _, _, chosen = launch_choice.choose_launch(Lane(waiting), {}, settings, {}, Rates())
+    assert isinstance(chosen, Launch)
+    *_, last = (one.effect for one in chosen.effect_requests)
+    assert isinstance(last, RunPrefill)
+    first_forward = 16 - 1 - ended * (3 + 1)
+    second_forward = 16 - 1 - ended
+    assert last.stop <= first_forward + second_forward
+    assert last.stop > second_forward, "both have rows of it"
 
 
 def test_the_shortest_prompts_go_along_first() -> None:
@@ -285,7 +302,7 @@ def test_the_shortest_prompts_go_along_first() -> None:
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(30)))
     [launch] = [out for out in outs if isinstance(out, Launch)]
     found = [(one.request, one.effect.stop - one.effect.start) for one in launch.effect_requests]
-    assert found == [(RequestId(4), 19), (THREE, 11)]
+    assert found == [(RequestId(4), 19), (THREE, 9)]
 
 
 def test_a_prompt_that_was_overtaken_twice_goes_along_first() -> None:
@@ -309,10 +326,10 @@ def test_the_rows_of_a_forward_take_no_longer_than_one_and_a_half_latency_target
 
 
 def test_rows_that_would_be_cut_to_less_than_a_block_wait_for_the_next_forward() -> None:
-    busy = running(a_step(1), a_prompt(2, 0, 27, forward_rows=16), waiting=(a_prompt(3, 0, 8), a_step(4)))
+    busy = running(a_step(1), a_prompt(2, 0, 25, forward_rows=16), waiting=(a_prompt(3, 0, 8), a_step(4)))
     _, joining = launch_choice.join_launch(busy, {}, ALONG, Rates())
     assert joining == (a_step(4),), "the room is one row"
-    shorter = evolve(busy, running=(a_step(1), a_prompt(2, 0, 24, forward_rows=16)))
+    shorter = evolve(busy, running=(a_step(1), a_prompt(2, 0, 22, forward_rows=16)))
     _, joining = launch_choice.join_launch(shorter, {}, ALONG, Rates())
     assert joining == (a_step(4), a_prompt(3, 0, 4, forward_rows=16))
 

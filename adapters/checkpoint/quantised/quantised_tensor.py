@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ class PackedTensor:
         packing = self.packing
         dtypes = {part: entry.dtype for part, entry in self.parts.items()}
         size = find_group_size(packing.columns if isinstance(packing, ScaledBlocks) else packing.group, self.shape[1])
-        if not size or any(part.endswith("g_idx") for part in self.parts):
+        if not size or not self._has_groups_in_turn(size):
             return None
         if isinstance(packing, ScaledBlocks):
             rounds_rows = packing.rounds_rows and packing.rows == packing.columns == size
@@ -78,6 +79,17 @@ class PackedTensor:
         zeros = isinstance(packing, Awq | Gptq) or packing.zeros
         steps = "int8" if packing.bits == 8 else "uint4" if zeros else "int4"
         return StepLayout(steps, size, scale=name_dtype(scale), least="scale" if zeros else "")
+
+    def _has_groups_in_turn(self, size: int) -> bool:
+        """Return whether each group consists of neighbours. size: the columns of a group.
+
+        Tools for GPTQ write the group of each column whether or not they have reordered columns.
+        """
+        return all(
+            are_groups_in_turn(entry, size, entry.file.stat().st_mtime_ns)
+            for part, entry in self.parts.items()
+            if part.endswith("g_idx")
+        )
 
     def read_packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:
         """Return a tensor that has a layout, packed. Its parts are only rearranged."""
@@ -103,6 +115,16 @@ class PackedTensor:
 
     def with_dtype(self, dtype: torch.dtype) -> PackedTensor:
         return evolve(self, dtype=dtype)
+
+
+@lru_cache(maxsize=1 << 16)
+def are_groups_in_turn(entry: TensorEntry, size: int, _: int) -> bool:
+    """Return whether a stored tensor says that columns belong to groups of `size` in turn.
+
+    The last argument is the time at which the file was changed, because the result is kept.
+    """
+    stored = entry.read("g_idx")
+    return torch.equal(stored, (torch.arange(len(stored)) // size).to(stored.dtype))
 
 
 def name_dtype(dtype: torch.dtype) -> str:

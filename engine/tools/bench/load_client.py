@@ -1,8 +1,7 @@
 """Sends one request over HTTP, streams its answer, and notes when each piece of it came.
 
-Events of many streams come at once, and handling one takes 0.1 ms. If the clock were read for each event in turn, its
-time would be too late by the handling of all events before it. So the clock here is the time at which the event loop's
-selector returned.
+Events of many streams come at once. If the clock were read for each event in turn, its time would be too late by the
+handling of all events before it. So the clock here is the time at which the event loop's selector returned.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 from selectors import DefaultSelector, SelectorKey
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import msgspec
@@ -19,11 +18,9 @@ from attrs import define, field
 
 from engine.settings.sse_client import Chunk, StreamBroken, Usage, describe_error, read_chunks
 from engine.settings.user_error import UserError
+from engine.tools.bench.answer_connection import AnswerConnection, AnswerConnections
 from engine.tools.bench.bench_options import MeasuredServer, RequestOptions
 from engine.tools.bench.bench_prompts import LoadPrompt
-
-# There are as many connections as streams.
-OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 @define(eq=False)
@@ -61,21 +58,33 @@ class TimestampSelector(DefaultSelector):
 
 @define(eq=False)
 class LoadClient:
-    """The client that sends all requests of a run. clock: returns the time at which the data that is read now came."""
+    """The client that sends all requests of a run.
+
+    http: for what is not measured. connections: of the requests that are.
+    """
 
     server: MeasuredServer
     requests: RequestOptions
     http: httpx2.AsyncClient
+    connections: AnswerConnections
     model: str = ""
-    clock: Callable[[], float] = time.perf_counter
 
     @staticmethod
-    def from_options(server: MeasuredServer, requests: RequestOptions) -> LoadClient:
+    def from_options(
+        server: MeasuredServer, requests: RequestOptions, clock: Callable[[], float] = time.perf_counter
+    ) -> LoadClient:
+        """Return a client. clock: returns the time at which the data that is read now came."""
         headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-        http = httpx2.AsyncClient(
-            base_url=server.base, headers=headers, timeout=server.timeout, limits=OPEN_ENDED, trust_env=False
-        )
-        return LoadClient(server, requests, http, server.model)
+        http = httpx2.AsyncClient(base_url=server.base, headers=headers, timeout=server.timeout, trust_env=False)
+        connections = AnswerConnections(server.base, headers, server.timeout, clock)
+        return LoadClient(server, requests, http, connections, server.model)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.connections.close()
+        await self.http.aclose()
 
     async def find_model(self) -> None:
         """Return the model that the server has. Raises UserError if no server answers."""
@@ -108,19 +117,16 @@ class LoadClient:
         content = msgspec.json.encode(body)
         sample.sent = time.perf_counter()
         try:
-            headers = {"Content-Type": "application/json"}
-            async with self.http.stream("POST", path, content=content, headers=headers) as answer:
-                await read_answer(answer, sample, self.clock)
+            async with self.connections.post(path, content) as answer:
+                await read_answer(answer, sample)
         except StreamBroken as error:
             sample.error = str(error)
-        except httpx2.HTTPError as error:
-            sample.error = describe_error(error)
         sample.ended = time.perf_counter()
 
 
-async def read_answer(answer: httpx2.Response, sample: Sample, clock: Callable[[], float]) -> None:
+async def read_answer(answer: AnswerConnection, sample: Sample) -> None:
     """Read server-sent events until the stream ends. Raises StreamBroken."""
-    async with aclosing(read_chunks(answer, clock)) as coming:
+    async with aclosing(read_chunks(answer, lambda: answer.arrived)) as coming:
         async for now, chunk in coming:
             add_event(chunk, now, sample)
     if not sample.times:

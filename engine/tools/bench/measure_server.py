@@ -39,9 +39,8 @@ def run_bench(load: LoadOptions) -> int:
     prompts = Prompts(requests, secrets.randbits(32) if requests.seed is None else requests.seed, sessions)
     levels = list[Level]()
     interrupted = False
-    client = LoadClient.from_options(load.server, requests)
     selector = TimestampSelector()
-    client.clock = lambda: selector.at
+    client = LoadClient.from_options(load.server, requests, lambda: selector.at)
     try:
         anyio.run(
             measure_levels,
@@ -83,7 +82,7 @@ def check_options(load: LoadOptions) -> None:
 async def measure_levels(client: LoadClient, prompts: Prompts, arrivals: ArrivalOptions, levels: list[Level]) -> None:
     wanted = [Level(0, rate) for rate in arrivals.rates] or [Level(streams, 0.0) for streams in arrivals.streams]
     counts = [arrivals.requests or (AT_A_RATE if level.rate else max(LEAST, EACH * level.streams)) for level in wanted]
-    async with client.http:
+    async with client:
         await client.find_model()
         with count_progress("requests answered", sum(counts)) as step:
             for level, count in zip(wanted, counts, strict=True):

@@ -63,7 +63,7 @@ def run_needles(wanted: NeedleOptions) -> int:
 
 async def measure_cells(client: LoadClient, wanted: NeedleOptions, seed: int, cells: list[Cell]) -> None:
     asked = list(list_questions(wanted))
-    async with client.http:
+    async with client:
         await client.find_model()
         tokens_per_word = await measure_tokens_per_word(client)
         with count_progress("questions asked", len(asked) * len(METHODS)) as step:

@@ -150,6 +150,30 @@ def test_experts_of_gemma_4_may_be_packed_one_by_one(name: str, models: dict[str
         )
 
 
+IN_TURN = ("awq", "gptq", "gptq, symmetric", "gptq, second format", "gptq, 8 bits", "w4a16", "w8a16, groups")
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_matrices_whose_groups_are_neighbours_stay_packed(name: str, models: dict[str, Any], tmp_path: Path) -> None:
+    """GPTQ folders name the group of each column, whether or not columns were reordered."""
+    quantise(models["llama"][0], tmp_path / "m", name)
+    checkpoint = Checkpoint.open(tmp_path / "m")
+    assert UP in checkpoint.layouts
+    assert torch.equal(checkpoint.read_packed(UP).unpack(torch.float32), checkpoint.read(UP).float())
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq, by activation"])
+def test_matrices_with_reordered_columns_are_unpacked(name: str, packed: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(packed[name], tmp_path)
+    assert (UP in Checkpoint.open(folder).layouts) == (name == "gptq")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    index = UP.replace("weight", "g_idx")
+    tensors[index] = tensors[index].flip(0).contiguous()
+    save_file(tensors, file)
+    assert UP not in Checkpoint.open(folder).layouts
+
+
 def test_blocks_of_fp8_are_those_of_transformers() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: PLC0415
 

@@ -1,0 +1,110 @@
+"""The connections of a load: answers of every form of HTTP/1.1, cut anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import pytest
+
+from engine.settings.sse_client import StreamBroken
+from engine.tools.bench.answer_connection import CUT, AnswerConnections
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNKS = b"4\r\none \r\n10;name=value\r\ntwo\r\n\r\nand three\r\n0\r\nTrailer: 1\r\n\r\n"
+BODY = b"one two\r\n\r\nand three"
+
+
+class AnsweringPeer:
+    """A server that answers each request with these bytes, in parts of `size` bytes, and counts connections."""
+
+    def __init__(self, answer: bytes, size: int = 1 << 16, *, closes: bool = False) -> None:
+        self.answer = answer
+        self.size = size
+        self.closes = closes
+        self.requests = list[bytes]()
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self.requests.append(await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(2))
+                for at in range(0, len(self.answer), self.size):
+                    writer.write(self.answer[at : at + self.size])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if self.closes:
+                    break
+        writer.close()
+
+    async def ask(self, times: int = 1, silence_s: float = 5.0) -> list[tuple[int, bytes]]:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connections = AnswerConnections(f"http://127.0.0.1:{port}/api", {"Authorization": "x"}, silence_s, lambda: 1.0)
+        found = list[tuple[int, bytes]]()
+        try:
+            for _ in range(times):
+                async with connections.post("/v1", b"{}") as answer:
+                    found.append((answer.status_code, await answer.aread()))
+        finally:
+            connections.close()
+            server.close()
+            await asyncio.sleep(0.01)  # the server's end of the connections ends
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        CHUNKED + CHUNKS,
+        OK + b"content-length: %d\r\n\r\n" % len(BODY) + BODY,
+        b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + CHUNKS,
+    ],
+    ids=["chunks", "length", "continue"],
+)
+def test_answers_are_whole_however_they_are_cut_and_the_connection_stays_open(answer: bytes, size: int) -> None:
+    peer = AnsweringPeer(answer, size)
+    assert anyio.run(peer.ask, 3) == [(200, BODY)] * 3
+    assert peer.connections == 1
+    head = peer.requests[0]
+    assert head.startswith(b"POST /api/v1 HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert b"\r\nAuthorization: x\r\n\r\n{}" in head
+
+
+def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
+    peer = AnsweringPeer(OK + b"\r\n" + BODY, closes=True)
+    assert anyio.run(peer.ask, 2) == [(200, BODY)] * 2
+    assert peer.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "closes", "said"),
+    [
+        (CHUNKED + b"4\r\non", True, CUT),
+        (OK + b"Content-Length: 9\r\n\r\nshort", True, CUT),
+        (b"", True, CUT),
+        (b"SSH-2.0-x\r\n\r\n", False, "no HTTP/1.1"),
+        (CHUNKED + b"zz\r\n", False, "no HTTP/1.1"),
+        (CHUNKED + b"-4\r\n", False, "negative length"),
+        (CHUNKED + b"1\r\nxx\r\n", False, "longer than it says"),
+        (CHUNKED + b"4\r\n", False, "nothing came for 0.2 s"),
+    ],
+)
+def test_an_answer_that_breaks_off_says_how(answer: bytes, closes: bool, said: str) -> None:
+    peer: Any = AnsweringPeer(answer, closes=closes)
+    with pytest.raises(StreamBroken, match=said):
+        anyio.run(peer.ask, 1, 0.2)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    async def ask() -> None:
+        async with AnswerConnections("http://127.0.0.1:1", {}, 5.0, lambda: 1.0).post("/v1", b"{}"):
+            pass
+
+    with pytest.raises(StreamBroken, match="no connection"):
+        anyio.run(ask)
