@@ -62,7 +62,6 @@ class SimulatedDisk:
     recent_prompts: RecentPrompts = field(factory=RecentPrompts)
     answers: ClassVar[None] = None
     queued_bytes: int = 0  # bytes that wait to be written
-    answers: ClassVar = None
     threads: ClassVar = ()
     damaged_files: ClassVar[Mapping[str, int]] = {}
     counts: Counter[str] = field(factory=Counter[str])
