@@ -1,4 +1,4 @@
-"""The recent answers that later ones are copied from (`--draft suffix`), kept beside the blocks of one identity.
+"""The recent answers that later ones are copied from (`--draft suffix`), on disk beside the blocks of one identity.
 
 The device's lane adds each answer that ends, and asks for those of a salt when it first searches a text with it. After
 a restart that gives the answers of the server before. They are written as recent prompts are (`recent_prompts.py`), in
@@ -63,4 +63,4 @@ class KeptAnswers:
 
 
 def do_nothing() -> None:
-    """Nobody waits for an answer to be written."""
+    """Do nothing: no thread waits for an answer to be written."""

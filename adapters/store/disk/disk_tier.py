@@ -120,8 +120,8 @@ class DiskTier:
         there = [entry for entry in kept.entries.values() if listing.get(self.get_file_name(entry)) == entry.size]
         for entry in self.index.add_all(there):
             del listing[self.get_file_name(entry)]  # what is left of the listing is not in the index
-        for one in self._lists.values():
-            one.load(listing)
+        for prompts_file in self._lists.values():
+            prompts_file.load(listing)
         self.answers.note_restored()
         for name in [name for name in listing if classify_name(name) == "temporary"]:
             self._upkeep.remove(name)
