@@ -198,7 +198,7 @@ class CudaAttention:
         kv = cache_sizes(caches[0], batch)[1]
         partials = (*self._scratch(heads, splits, head), self._partial_counts(kv))
         out = attend_decode_rows(q, caches, batch, partials, self._usual, self.planner, self.processors, self.pdl)
-        return attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl, beside=out)
+        return attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl, decode_rows=out)
 
     def _finish(self, out: Tensor, head: int, v_cache: Tensor) -> Tensor:
         turned = turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out

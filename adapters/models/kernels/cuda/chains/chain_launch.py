@@ -26,20 +26,20 @@ def attend_chain(
     planner: TilePlanner,
     pdl: bool | None,
     *,
-    beside: Tensor | None = None,
+    decode_rows: Tensor | None = None,
 ) -> Tensor:
     """Return what queries `[rows, H, HEAD]` attend to. Arguments: see `choose_chain`.
 
-    beside: where decode rows have been written already (`CudaAttention.attends_apart`). The others are added to it.
+    decode_rows: the result, if decode rows are written in it (`CudaAttention.attends_apart`). The others are added.
     """
-    out = torch.empty_like(q) if beside is None else beside
+    out = torch.empty_like(q) if decode_rows is None else decode_rows
     _, heads, head = q.shape
     slots, kv, capacity = cache_sizes(caches[0], batch)
     group = heads // kv
     choice = choose_chain(q, caches, rule, unread)
     at_once = 64 * choice.consumers  # heads of a program
     parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
-    kind = TileKind(at_once * parts // group, apart="" if beside is None else "chains")
+    kind = TileKind(at_once * parts // group, apart="" if decode_rows is None else "chains")
     tiles = planner.find_tiles(batch, kind, slots)
     launch(
         choice.kernel,
