@@ -58,7 +58,8 @@ def read_single_rows(
     that one program computes.
     """
     shape = weights.shape
-    rows, heads = len(convolved), shape.value_heads
+    rows = len(convolved)
+    heads = shape.value_heads
     sizes = describe_heads(shape)
     scale = shape.key_size**-0.5
     mix = torch.empty(rows, heads, options["PARTS"], CHUNK, dtype=torch.bfloat16, device=convolved.device)
