@@ -7,6 +7,7 @@ it.
 Invariants:
 * A connection has one request at a time. It can be reused when its answer is complete, and only then.
 * Whoever leaves an answer before its end closes the connection, so no answer can reach another request.
+* What a server sends besides the body of an answer takes at most MOST_HEAD bytes, and what arrives at once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import cast
+from typing import Final, cast
 
 import httptools
 from attrs import define, field
+
+MOST_HEAD: Final = 1 << 17  # bytes without any of a body: heads, interim answers, sizes of chunks, trailers
 
 
 @define(eq=False)
@@ -34,6 +37,7 @@ class HttpConnection(asyncio.Protocol):
     has_head: bool = field(default=False, init=False)
     _is_kept: bool = field(default=False, init=False)  # the server keeps the connection after this answer
     _is_head_only: bool = field(default=False, init=False)  # the request is a HEAD, so no body follows
+    _head_bytes: int = field(default=0, init=False)  # that came since the request, or since the last part of the body
     _waiter: asyncio.Future[None] | None = field(default=None, init=False)
     _reason: str = field(default="the connection was closed", init=False)
     _transport: asyncio.Transport = field(init=False)
@@ -57,6 +61,7 @@ class HttpConnection(asyncio.Protocol):
         self.has_head = False
         self._is_kept = False
         self._is_head_only = is_head_only
+        self._head_bytes = 0
         self.headers = []
         self._transport.writelines(parts)
 
@@ -95,10 +100,13 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.give_up(f"the answer cannot be read: {error}")
+        if self._head_bytes > MOST_HEAD:
+            self.give_up(f"the answer's head is larger than {MOST_HEAD} bytes")
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -123,6 +131,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_complete = self._is_head_only
 
     def on_body(self, part: bytes) -> None:
+        self._head_bytes = 0
         self.take_part(part)
 
     def on_message_complete(self) -> None:

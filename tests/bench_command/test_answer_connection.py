@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from contextlib import suppress
 from typing import Any
 
 import anyio
 import pytest
 
+from engine.settings.http_connection import MOST_HEAD
 from engine.settings.sse_client import StreamBroken
 from engine.tools.bench.answer_connection import CUT, AnswerConnections
 
@@ -92,12 +95,36 @@ def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
         (CHUNKED + b"zz\r\n", False, "cannot be read"),
         (CHUNKED + b"1\r\nxx\r\n", False, "cannot be read"),
         (CHUNKED + b"4\r\n", False, "nothing came for 0.2 s"),
+        (OK + b"\r\n" + BODY, False, "nothing came for 0.2 s"),
+        (OK + b"X: " + b"x" * (2 * MOST_HEAD), False, "head"),
+        (OK + b"X: y\r\n" * MOST_HEAD, False, "head"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * MOST_HEAD, False, "head"),
+        (CHUNKED + b"1\r\nx\r\n0\r\n" + b"X: y\r\n" * MOST_HEAD, False, "head"),
+    ],
+    ids=[
+        *("a chunk", "a length", "nothing", "no HTTP", "no size", "a wrong size", "silence in chunks"),
+        *("silence without a length", "a header", "headers", "interim answers", "trailers"),
     ],
 )
 def test_an_answer_that_breaks_off_says_how(answer: bytes, closes: bool, said: str) -> None:
     peer: Any = AnsweringPeer(answer, closes=closes)
     with pytest.raises(StreamBroken, match=said):
         anyio.run(peer.ask, 1, 0.2)
+
+
+def test_a_reset_connection_is_no_end_of_an_answer_without_a_length() -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + b"\r\n" + BODY)
+        await asyncio.sleep(0.05)
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    peer = AnsweringPeer(b"")
+    peer.serve = reset  # type: ignore[method-assign]
+    with pytest.raises(StreamBroken, match="ConnectionResetError"):
+        anyio.run(peer.ask)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -75,10 +75,11 @@ class AnswerConnection(HttpConnection):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.stop_watch()
-        if self.has_head and LENGTHS.isdisjoint(name for name, _ in self.headers):
-            self.is_complete = True
-        elif not self.is_lost:
-            self._reason = CUT
+        if not self.is_lost and error is None:
+            if self.has_head and LENGTHS.isdisjoint(name for name, _ in self.headers):
+                self.is_complete = True
+            else:
+                self._reason = CUT
         super().connection_lost(error)
 
     def stop_watch(self) -> None:
