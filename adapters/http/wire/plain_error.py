@@ -34,9 +34,12 @@ def make_refusal(message: str, error: BaseException | None, start: bytes | None)
     code = "bad_http"
     if status == TOO_LARGE and start is not None:
         if b"\r\n" in start:
-            code, message = "head_too_large", HEAD_TOO_LARGE
+            code = "head_too_large"
+            message = HEAD_TOO_LARGE
         else:
-            status, code, message = TOO_LONG, "target_too_long", TARGET_TOO_LONG
+            status = TOO_LONG
+            code = "target_too_long"
+            message = TARGET_TOO_LONG
     elif status != NOT_IMPLEMENTED:
         status = 400
     described = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
