@@ -94,6 +94,7 @@ BODIES = {
         for name in ("int8", "int4")
     },
     "attention over pages": compiled.attend(128, 4, 64, paged=True),
+    "attention beside a prompt": compiled.attend_beside_prompt(128, 256),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention of one row with a window and sinks": compiled.attend(64, 1, rule=SINKS),
