@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from contextlib import suppress
 from typing import Any
@@ -125,6 +126,27 @@ def test_a_reset_connection_is_no_end_of_an_answer_without_a_length() -> None:
     peer.serve = reset  # type: ignore[method-assign]
     with pytest.raises(StreamBroken, match="ConnectionResetError"):
         anyio.run(peer.ask)
+
+
+def test_certificates_are_read_once_and_only_for_a_server_with_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[ssl.SSLContext]()
+
+    def make() -> ssl.SSLContext:
+        made.append(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        return made[-1]
+
+    async def ask(base: str) -> None:
+        connections = AnswerConnections(base, {}, 5.0, lambda: 1.0)
+        for _ in range(3):
+            with pytest.raises(StreamBroken, match="no connection"):
+                async with connections.post("/v1", b"{}"):
+                    pass
+
+    monkeypatch.setattr(ssl, "create_default_context", make)
+    anyio.run(ask, "http://127.0.0.1:1")
+    assert not made
+    anyio.run(ask, "HTTPS://127.0.0.1:1")
+    assert len(made) == 1
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

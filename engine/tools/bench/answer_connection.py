@@ -109,6 +109,10 @@ class AnswerConnections:
     silence_s: float
     clock: Callable[[], float]
     _idle: list[AnswerConnection] = field(factory=list["AnswerConnection"])
+    _tls: ssl.SSLContext | None = field(init=False)  # made once: reading the certificates takes a tenth of a second
+
+    def __attrs_post_init__(self) -> None:
+        self._tls = ssl.create_default_context() if self.base.lower().startswith("https:") else None
 
     @asynccontextmanager
     async def post(self, path: str, content: bytes) -> AsyncIterator[AnswerConnection]:
@@ -136,13 +140,12 @@ class AnswerConnections:
             if connection.can_be_reused:
                 return connection
             connection.close()
-        tls = ssl.create_default_context() if url.scheme == "https" else None
-        address = url.hostname or "", url.port or (443 if tls else 80)
+        address = url.hostname or "", url.port or (443 if self._tls else 80)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.silence_s):
                 _, connection = await loop.create_connection(
-                    lambda: AnswerConnection(self.clock, self.silence_s), *address, ssl=tls
+                    lambda: AnswerConnection(self.clock, self.silence_s), *address, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
             raise StreamBroken(f"no connection: {error}") from error
