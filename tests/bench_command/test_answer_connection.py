@@ -128,6 +128,33 @@ def test_a_reset_connection_is_no_end_of_an_answer_without_a_length() -> None:
         anyio.run(peer.ask)
 
 
+@pytest.mark.parametrize(
+    ("base", "headers", "line", "field"),
+    [
+        ("http://u%40:p@127.0.0.1:{}/a b/\u00e4/%20", {}, b"POST /a%20b/%C3%A4/%20/v1 HTTP/1.1", b"Basic dUA6cA=="),
+        ("http://u:p@127.0.0.1:{}", {"Authorization": "Bearer x"}, b"POST /v1 HTTP/1.1", b"Bearer x"),
+    ],
+    ids=["of the address", "a key"],
+)
+def test_paths_and_credentials_are_sent_as_http_wants_them(
+    base: str, headers: dict[str, str], line: bytes, field: bytes
+) -> None:
+    async def ask() -> list[bytes]:
+        peer = AnsweringPeer(OK + b"Content-Length: 0\r\n\r\n")
+        server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
+        connections = AnswerConnections(base.format(server.sockets[0].getsockname()[1]), headers, 5.0, lambda: 1.0)
+        async with connections.post("/v1", b"{}"):
+            pass
+        connections.close()
+        server.close()
+        await asyncio.sleep(0.01)
+        return peer.requests
+
+    (request,) = anyio.run(ask)
+    assert request.startswith(line + b"\r\nHost: 127.0.0.1:")
+    assert request.count(b"\r\nAuthorization: ") == request.count(b"\r\nAuthorization: " + field + b"\r\n") == 1
+
+
 def test_certificates_are_read_once_and_only_for_a_server_with_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[ssl.SSLContext]()
 

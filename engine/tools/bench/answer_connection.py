@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, unquote_to_bytes, urlsplit
 
 from attrs import define, field
 
@@ -19,6 +20,7 @@ from engine.settings.http_connection import HttpConnection
 from engine.settings.sse_client import StreamBroken
 
 CUT = "the server closed the connection within its answer"
+PATH_CHARACTERS = "/%:@!$&'()*+,;=~"  # that stay as they are in a path, besides letters, digits and `_.-`
 LENGTHS = {b"content-length", b"transfer-encoding"}  # headers of an answer that does not end with its connection
 
 
@@ -152,7 +154,11 @@ class AnswerConnections:
         return connection
 
     def _write_head(self, url: SplitResult, path: str, length: int) -> bytes:
-        host = url.netloc.rpartition("@")[2]
-        fields = {"Host": host, "Content-Type": "application/json", "Content-Length": str(length), **self.headers}
-        lines = (f"POST {url.path.rstrip('/')}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()))
+        credentials, _, host = url.netloc.rpartition("@")
+        fields = {"Host": host, "Content-Type": "application/json", "Content-Length": str(length)}
+        if credentials:
+            fields["Authorization"] = f"Basic {b64encode(unquote_to_bytes(credentials)).decode()}"
+        fields |= self.headers
+        target = quote(url.path.rstrip("/"), safe=PATH_CHARACTERS) + path
+        lines = (f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()))
         return "\r\n".join((*lines, "", "")).encode("latin-1")
