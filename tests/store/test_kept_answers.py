@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.store.kept_answers import ANSWER_SHARE, MAX_ANSWERS, KeptAnswers
+from adapters.store.kept_answers import ANSWER_SHARE, MAX_ANSWER_BYTES, MAX_ANSWERS, KeptAnswers
 from adapters.store.recent_prompts import SLACK
 from adapters.store.store import Store
 from effects.ids import Tokens
@@ -97,7 +97,7 @@ def test_what_is_kept_is_bounded_in_memory_and_on_disk(path: Path) -> None:
     assert found[-1] == (1999,) * 100
 
 
-@pytest.mark.parametrize("spoil", ["tear", "flip", "other", "empty", "newer"])
+@pytest.mark.parametrize("spoil", ["tear", "flip", "other", "empty", "newer", "large"])
 def test_a_file_that_cannot_be_read_is_noted(path: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
     store = disk_store(path)
     for number in range(3):
@@ -112,6 +112,7 @@ def test_a_file_that_cannot_be_read_is_noted(path: Path, spoil: str, caplog: pyt
         "other": bytes(range(256)),
         "empty": b"",
         "newer": raw.replace(b"recent-1", b"recent-2", 1),
+        "large": raw + bytes(2 * (MAX_ANSWER_BYTES + SLACK)),
     }[spoil]
     file.write_bytes(spoiled)
     caplog.set_level(logging.WARNING)
