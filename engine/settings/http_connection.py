@@ -5,8 +5,9 @@ of asyncio around the parser of `httptools`. A request is written at once, and w
 it.
 
 Invariants:
-* A connection has one request at a time. It can be reused when its answer is complete, and only then.
-* Whoever leaves an answer before its end closes the connection, so no answer can reach another request.
+* A connection has one request at a time. It can be reused when its answer is complete and was read, and only then.
+* Whoever leaves an answer before its end closes the connection, so no answer can reach another request. That holds
+  also if the rest of the answer has come already.
 * What a server sends besides the body of an answer takes at most MOST_HEAD bytes, and what arrives at once.
 """
 
@@ -47,13 +48,18 @@ class HttpConnection(asyncio.Protocol):
     def take_part(self, part: bytes) -> None:
         """Take a part of the answer's body."""
 
+    @property
+    @abstractmethod
+    def has_unread_parts(self) -> bool:
+        """Are there parts of the body that were taken, and that nobody has read?"""
+
     @abstractmethod
     def make_error(self, reason: str) -> Exception:
         """Return what is raised where an answer is cut short."""
 
     @property
     def can_be_reused(self) -> bool:
-        return self.is_complete and not self.is_lost and self._is_kept
+        return self.is_complete and not self.is_lost and self._is_kept and not self.has_unread_parts
 
     def begin_request(self, parts: Iterable[bytes], *, is_head_only: bool = False) -> None:
         """Write a request. The connection has no other one."""

@@ -45,7 +45,6 @@ class AnswerConnection(HttpConnection):
 
     async def send(self, request: bytes) -> None:
         """Send a request, and wait for the head of its answer. Raises StreamBroken."""
-        self._parts.clear()
         self.begin_request([request])
         self._last_s = asyncio.get_running_loop().time()
         self._check_silence()
@@ -67,6 +66,10 @@ class AnswerConnection(HttpConnection):
 
     def take_part(self, part: bytes) -> None:
         self._parts.append((self.clock(), part))
+
+    @property
+    def has_unread_parts(self) -> bool:
+        return bool(self._parts)
 
     def make_error(self, reason: str) -> StreamBroken:
         return StreamBroken(reason)
