@@ -28,6 +28,7 @@ from adapters.http.page import files
 from adapters.http.wire.address import MAX_HEAD_BYTES
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.paths import canonical_path
+from adapters.http.wire.plain_error import HEAD_TOO_LARGE, TARGET_TOO_LONG, TOO_LARGE, TOO_LONG
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
@@ -158,9 +159,11 @@ def check_head(scope: Scope, headers: Headers) -> None:
         # A proxy that believes the other one sees a different next request.
         raise ApiError(400, message, code="bad_http")
     size = len(scope["raw_path"]) + len(scope["query_string"])
+    if size > MAX_HEAD_BYTES:
+        raise ApiError(TOO_LONG, TARGET_TOO_LONG, code="target_too_long")
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > MAX_HEAD_BYTES:
-        raise ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large")
+        raise ApiError(TOO_LARGE, HEAD_TOO_LARGE, code="head_too_large")
 
 
 def digest_key(key: bytes) -> bytes:

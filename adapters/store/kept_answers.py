@@ -8,9 +8,11 @@ a file of their own: the salt's digest, then tokens. A salt itself is never writ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
 
 from attrs import define, field, frozen
 
+from adapters.store.block_keys import TOKEN_BYTES, unpack_tokens
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts, encode_salt, split_salt
 from effects.ids import Tokens
 
@@ -42,7 +44,8 @@ class KeptAnswers:
     submit: Callable[[NotePrompt], bool]
     max_bytes: int = MAX_ANSWER_BYTES
     records: RecentPrompts = field(init=False)
-    _restored: dict[bytes, list[Tokens]] = field(init=False, factory=dict[bytes, list[Tokens]])  # by the salt's digest
+    # By the salt's digest: packed tokens. Tuples would take ten times the memory, and a second to make.
+    _restored: dict[bytes, list[bytes]] = field(init=False, factory=dict[bytes, list[bytes]])
 
     def __attrs_post_init__(self) -> None:
         self.records = RecentPrompts(MAX_ANSWERS, self.max_bytes)
@@ -50,12 +53,18 @@ class KeptAnswers:
     def note_restored(self) -> None:
         """Note the answers that the tier has just read from its file."""
         for record in self.records.list_prompts():
-            digest, tokens = split_salt(record.rest)
-            self._restored.setdefault(digest, []).append(tokens)
+            digest, packed = split_salt(record.rest)
+            self._restored.setdefault(digest, []).append(packed)
 
-    def take_answers(self, salt: str) -> Sequence[Tokens]:
-        """Return the answers with this salt that were kept by earlier servers, the oldest first. Each is given once."""
-        return self._restored.pop(encode_salt(salt), ()) if self._restored else ()
+    def take_answers(self, salt: str, most: int = MAX_ANSWER_BYTES // TOKEN_BYTES) -> Sequence[Tokens]:
+        """Return the answers with this salt that were kept by earlier servers, the oldest first. Each is given once.
+
+        most: tokens of all answers together. The newest are taken.
+        """
+        kept = self._restored.pop(encode_salt(salt), ()) if self._restored else ()
+        sizes = accumulate(len(packed) // TOKEN_BYTES for packed in reversed(kept))
+        count = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
+        return [unpack_tokens(packed) for packed in kept[len(kept) - count :]]
 
     def keep_answer(self, tokens: Tokens, salt: str) -> None:
         """Keep an answer, so that it can be copied after a restart. It is written in the background."""

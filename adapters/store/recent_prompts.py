@@ -185,11 +185,11 @@ class RecentPrompts:
             heir = heir or recent
 
 
-def split_salt(packed: bytes) -> tuple[bytes, Tokens]:
-    """Return the digest of the salt (`encode_salt`) and the tokens of a packed prompt."""
+def split_salt(packed: bytes) -> tuple[bytes, bytes]:
+    """Return the digest of the salt (`encode_salt`) of a packed prompt, and the rest."""
     size = SALT_TOKENS * TOKEN_BYTES
     has_salt = len(packed) >= size and packed[TOKEN_BYTES - 1] & 0x80
-    return (packed[:size], unpack_tokens(packed[size:])) if has_salt else (b"", unpack_tokens(packed))
+    return (packed[:size], packed[size:]) if has_salt else (b"", packed)
 
 
 def encode_salt(salt: str) -> bytes:

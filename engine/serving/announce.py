@@ -32,6 +32,8 @@ def describe_costs(target: LoadedModel) -> str:
     line += f"  context={format_bytes(shard.rows.spec.token_bytes)} a token"
     kv_dtype = target.details.kv_dtype
     line += "" if kv_dtype == target.details.dtype else f" in {kv_dtype}"
+    draft_bytes = 0 if target.draft is None else target.draft.rows.spec.token_bytes
+    line += f", draft {format_bytes(draft_bytes)}" if draft_bytes else ""
     return line + (f", {format_bytes(state_bytes)} a state" if state_bytes else "")
 
 

@@ -5,8 +5,10 @@ of asyncio around the parser of `httptools`. A request is written at once, and w
 it.
 
 Invariants:
-* A connection has one request at a time. It can be reused when its answer is complete, and only then.
-* Whoever leaves an answer before its end closes the connection, so no answer can reach another request.
+* A connection has one request at a time. It can be reused when its answer is complete and was read, and only then.
+* Whoever leaves an answer before its end closes the connection, so no answer can reach another request. That holds
+  also if the rest of the answer has come already.
+* What a server sends besides the body of an answer takes at most MOST_HEAD bytes, and what arrives at once.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import cast
+from typing import Final, cast
 
 import httptools
 from attrs import define, field
+
+MOST_HEAD: Final = 1 << 17  # bytes without any of a body: heads, interim answers, sizes of chunks, trailers
 
 
 @define(eq=False)
@@ -34,6 +38,7 @@ class HttpConnection(asyncio.Protocol):
     has_head: bool = field(default=False, init=False)
     _is_kept: bool = field(default=False, init=False)  # the server keeps the connection after this answer
     _is_head_only: bool = field(default=False, init=False)  # the request is a HEAD, so no body follows
+    _head_bytes: int = field(default=0, init=False)  # that came since the request, or since the last part of the body
     _waiter: asyncio.Future[None] | None = field(default=None, init=False)
     _reason: str = field(default="the connection was closed", init=False)
     _transport: asyncio.Transport = field(init=False)
@@ -43,13 +48,18 @@ class HttpConnection(asyncio.Protocol):
     def take_part(self, part: bytes) -> None:
         """Take a part of the answer's body."""
 
+    @property
+    @abstractmethod
+    def has_unread_parts(self) -> bool:
+        """Are there parts of the body that were taken, and that nobody has read?"""
+
     @abstractmethod
     def make_error(self, reason: str) -> Exception:
         """Return what is raised where an answer is cut short."""
 
     @property
     def can_be_reused(self) -> bool:
-        return self.is_complete and not self.is_lost and self._is_kept
+        return self.is_complete and not self.is_lost and self._is_kept and not self.has_unread_parts
 
     def begin_request(self, parts: Iterable[bytes], *, is_head_only: bool = False) -> None:
         """Write a request. The connection has no other one."""
@@ -57,6 +67,7 @@ class HttpConnection(asyncio.Protocol):
         self.has_head = False
         self._is_kept = False
         self._is_head_only = is_head_only
+        self._head_bytes = 0
         self.headers = []
         self._transport.writelines(parts)
 
@@ -95,10 +106,13 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.give_up(f"the answer cannot be read: {error}")
+        if self._head_bytes > MOST_HEAD:
+            self.give_up(f"the answer's head is larger than {MOST_HEAD} bytes")
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -123,6 +137,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_complete = self._is_head_only
 
     def on_body(self, part: bytes) -> None:
+        self._head_bytes = 0
         self.take_part(part)
 
     def on_message_complete(self) -> None:

@@ -48,7 +48,8 @@ class ListedModel:
     pages: pages of rows that all slots share; 0: each slot has room for the whole context.
     devices: bytes taken and bytes available, by device name.
     bits: the size of one stored weight.
-    token: bytes of memory for each token of context. state: bytes for each sequence of any length.
+    token: bytes of memory for each token of context. draft_token: the same of the draft's rows. state: bytes for each
+    sequence of any length.
     experts: bytes of experts that host memory keeps. cpu_experts: first layers whose experts the CPU computes.
     """
 
@@ -67,6 +68,7 @@ class ListedModel:
     context: int = 0
     pages: int = 0
     token: int = 0
+    draft_token: int = 0
     state: int = 0
     experts: int = 0
     cpu_experts: int = 0
@@ -137,7 +139,8 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         kv_dtype=read_row_types(options.weights.kv_dtype, dtype).name,
         limit=config.max_positions,
         **attrs.asdict(fit),
-        token=sum(need.row for need in asked),
+        token=sum(need.row - need.own for need in asked),
+        draft_token=sum(need.own for need in asked),
         state=sum(need.state for need in asked),
         experts=0 if options.weights.device_expert_bytes is None else count_expert_weights(config) * dtype.itemsize,
         cpu_experts=max(placement.cpu_experts.stop for placement in plan.placements),
@@ -246,8 +249,13 @@ def format_verdict(model: ListedModel) -> str:
 
 
 def format_price(model: ListedModel) -> str:
-    """Return the memory that a token takes, and a sequence if there is recurrent state."""
-    return f"{format_bytes(model.token)} a token" + (f",\n{format_bytes(model.state)} a slot" if model.state else "")
+    """Return the memory that a token takes, here and in the draft, and a sequence if there is recurrent state."""
+    parts = [f"{format_bytes(model.token)} a token"]
+    if model.draft_token:
+        parts.append(f"draft {format_bytes(model.draft_token)}")
+    if model.state:
+        parts.append(f"{format_bytes(model.state)} a slot")
+    return ",\n".join(parts)
 
 
 def list_notes(found: list[ListedModel]) -> Iterator[str]:

@@ -107,6 +107,7 @@ def test_the_command_draws_from_the_file_and_says_so(tmp_path: Path, capsys: pyt
         '[{"draft": "a", "proposing_share": 2, "right_by_position": []}]',
         '[{"draft": "a", "proposing_share": 1, "right_by_position": [NaN]}]',
         '[{"draft": "a", "proposing_share": 1, "right_by_position": "x"}]',
+        '[{"draft": "a", "proposing_share": 1, "right_by_position": [' + "1" * 400 + "]}]",
         json.dumps([{"draft": "a", "proposing_share": 1, "right_by_position": [1] * 32}]),
     ],
 )

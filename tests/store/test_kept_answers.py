@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.store.kept_answers import ANSWER_SHARE, MAX_ANSWERS, KeptAnswers
+from adapters.store.kept_answers import ANSWER_SHARE, MAX_ANSWER_BYTES, MAX_ANSWERS, KeptAnswers
 from adapters.store.recent_prompts import SLACK
 from adapters.store.store import Store
 from effects.ids import Tokens
@@ -36,13 +36,22 @@ def test_a_later_server_gets_the_answers_of_each_salt_once_and_in_order(path: Pa
     store = disk_store(path)
     for number, salt in enumerate(("", "a", "b", "a", "")):
         answers_of(store).keep_answer((*ONE, number), salt)
-    assert answers_of(store).take_answers("a") == (), "this server has them already"
+    assert answers_of(store).take_answers("a") == [], "this server has them already"
     found = restart(store, path)
     assert found.take_answers("a") == [(*ONE, 1), (*ONE, 3)]
-    assert found.take_answers("c") == ()
+    assert found.take_answers("c") == []
     assert found.take_answers("") == [(*ONE, 0), (*ONE, 4)]
     assert found.take_answers("b") == [(*ONE, 2)]
-    assert [found.take_answers(salt) for salt in ("", "a", "b")] == [()] * 3
+    assert [found.take_answers(salt) for salt in ("", "a", "b")] == [[]] * 3
+
+
+@pytest.mark.parametrize(("most", "count"), [(39, 0), (40, 1), (79, 1), (80, 2), (1 << 20, 3)])
+def test_the_newest_answers_are_given_where_all_are_too_many(path: Path, most: int, count: int) -> None:
+    store = disk_store(path)
+    answers = [tuple(range(number, number + 40)) for number in range(3)]
+    for answer in answers:
+        answers_of(store).keep_answer(answer, "")
+    assert restart(store, path).take_answers("", most) == answers[3 - count :]
 
 
 def test_no_salt_is_written(path: Path) -> None:
@@ -69,7 +78,7 @@ def test_answers_of_another_identity_are_not_given(path: Path) -> None:
     settled(store)
     store.close()
     store = disk_store(path, layout=OTHER)
-    assert answers_of(store).take_answers("") == ()
+    assert answers_of(store).take_answers("") == []
     assert restart(store, path).take_answers("") == [ONE]
 
 
@@ -88,7 +97,7 @@ def test_what_is_kept_is_bounded_in_memory_and_on_disk(path: Path) -> None:
     assert found[-1] == (1999,) * 100
 
 
-@pytest.mark.parametrize("spoil", ["tear", "flip", "other", "empty", "newer"])
+@pytest.mark.parametrize("spoil", ["tear", "flip", "other", "empty", "newer", "large"])
 def test_a_file_that_cannot_be_read_is_noted(path: Path, spoil: str, caplog: pytest.LogCaptureFixture) -> None:
     store = disk_store(path)
     for number in range(3):
@@ -103,6 +112,7 @@ def test_a_file_that_cannot_be_read_is_noted(path: Path, spoil: str, caplog: pyt
         "other": bytes(range(256)),
         "empty": b"",
         "newer": raw.replace(b"recent-1", b"recent-2", 1),
+        "large": raw + bytes(2 * (MAX_ANSWER_BYTES + SLACK)),
     }[spoil]
     file.write_bytes(spoiled)
     caplog.set_level(logging.WARNING)
@@ -114,6 +124,6 @@ def test_a_file_that_cannot_be_read_is_noted(path: Path, spoil: str, caplog: pyt
     found = restart(store, path)
     if spoil == "newer":
         assert file.read_bytes() == spoiled, "it stays for the newer version"
-        assert found.take_answers("") == ()
+        assert found.take_answers("") == []
     else:
         assert found.take_answers("") == [*readable, ONE]

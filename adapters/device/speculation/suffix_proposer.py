@@ -53,8 +53,11 @@ SHORTEST_ANSWER = 16  # tokens; a shorter answer is not archived
 class AnswerKeeper(Protocol):
     """Keeps answers for the server that comes after this one."""
 
-    def take_answers(self, salt: str) -> Sequence[Tokens]:
-        """Return the answers with this salt that were kept by earlier servers, the oldest first. Each is given once."""
+    def take_answers(self, salt: str, most: int) -> Sequence[Tokens]:
+        """Return the answers with this salt that were kept by earlier servers, the oldest first. Each is given once.
+
+        most: tokens of all answers together. The newest are given.
+        """
         ...
 
     def keep_answer(self, tokens: Tokens, salt: str) -> None:
@@ -232,7 +235,7 @@ class SuffixProposer:
     def _find_archive(self, salt: str) -> IndexedText | None:
         """Return the archive of a salt. It begins with the answers that earlier servers have kept."""
         if salt not in self._archives and self.answers is not None:
-            for answer in self.answers.take_answers(salt):
+            for answer in self.answers.take_answers(salt, MOST_ARCHIVED // 2):
                 if answer and min(answer) >= 0 and max(answer) < self.vocab_size:
                     self._extend_archive(salt, answer[-MOST_ARCHIVED // 2 :])
         return self._archives.get(salt)

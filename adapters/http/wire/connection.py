@@ -14,6 +14,7 @@ uvicorn waits for ever for a request's head, and for the rest of a body that no 
 
 from __future__ import annotations
 
+import sys
 from asyncio import AbstractEventLoop, TimerHandle, Transport
 from functools import partial
 from typing import Any, cast
@@ -30,7 +31,7 @@ from adapters.http.wire import client_waits
 from adapters.http.wire.client_waits import PROGRESS_BYTES, ClientWait, ConnectionWaits
 from adapters.http.wire.http_framing import StrictReceiveBuffer
 from adapters.http.wire.paced_calls import PacedCalls
-from adapters.http.wire.plain_error import encode_error, make_bad_request
+from adapters.http.wire.plain_error import encode_error, make_refusal
 from adapters.http.wire.write_path import WRITE_NOW, ClosingTransport, write_now
 
 ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
@@ -317,9 +318,13 @@ class LimitedProtocol(H11Protocol):
             self.timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP with an error object of the same form as all other errors."""
+        """Answer what cannot be read as HTTP with an error object of the same form as all other errors.
+
+        uvicorn calls this where it handles h11's error, which says more than its message.
+        """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for part in make_bad_request(msg):
+            start = self.conn.trailing_data[0] if self.is_idle else None
+            for part in make_refusal(msg, sys.exception(), start):
                 self.raw_transport.write(self.conn.send(part) or b"")
         # The 400 was the answer to the request whose body is broken, so no other answer may follow.
         if self.cycle is not None and not self.is_idle:

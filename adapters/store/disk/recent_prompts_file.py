@@ -22,7 +22,8 @@ MAX_FOREIGN_FILES = 8  # of other identities
 class RecentPromptsFile:
     """The file of recent prompts. The thread that opens the tier loads it, and then only the tier's writer uses it.
 
-    A damaged file is read up to the damage and replaced, and one of a newer version is left alone. Both are noted.
+    A damaged file is read up to the damage and replaced. One that is larger than it can be is not read, and replaced.
+    One of a newer version is left alone. All of this is noted.
 
     kind: of its name, which is also the label of its damage (`file_names.py`). description: of what is in it.
     origin: the root of the identity's block keys, which names the file. has_lost_prompt: a prompt was not written.
@@ -57,11 +58,12 @@ class RecentPromptsFile:
             return
         self._bytes = listing.pop(self.name)
         most = 2 * self.prompts.max_bytes + 2 * recent_prompts.SLACK
-        raw = self.upkeep.read_small(self.name, -1 if self._bytes <= most else recent_prompts.MAGIC_BYTES)
+        is_small = self._bytes <= most
+        raw = self.upkeep.read_small(self.name, -1 if is_small else recent_prompts.MAGIC_BYTES)
         if recent_prompts.is_newer(raw):
             self._is_newer = True
             self.upkeep.report_newer(f"the list of {self.description}")
-        elif not recent_prompts.restore_prompts(raw, self.prompts):
+        elif not is_small or not recent_prompts.restore_prompts(raw, self.prompts):
             self._bytes = 0  # the next prompt writes the whole file
             which = f"the list of {self.description}, {len(self.prompts)} of which could be read"
             self.upkeep.report_rebuilt(self.kind, which)

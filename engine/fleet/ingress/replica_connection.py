@@ -7,7 +7,7 @@ Idea. Both ends are ours. The server answers each request with a length or in ch
 redirects. So `HttpConnection` is enough.
 
 Invariants, besides those of `HttpConnection`:
-* A connection returns to the pool when its answer is complete, and only then.
+* A connection returns to the pool when its answer is complete and was read, and only then.
 * A reader that is slower than the replica stops the connection from being read (MOST_UNREAD).
 
 All of it runs in one event loop.
@@ -91,6 +91,10 @@ class ReplicaConnection(HttpConnection):
         self._parts.append(part)
         self._count_unread(len(part))
 
+    @property
+    def has_unread_parts(self) -> bool:
+        return bool(self._parts)
+
     def make_error(self, reason: str) -> ReplicaLost:
         return ReplicaLost(reason)
 
@@ -120,7 +124,7 @@ class ConnectionPool:
 
     @contextmanager
     def lend(self, connection: ReplicaConnection, address: Address) -> Iterator[None]:
-        """Take a connection back when the block ends, if its answer is complete. Otherwise close it."""
+        """Take a connection back when the block ends, if its answer was read to its end. Otherwise close it."""
         try:
             yield
         finally:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, unquote_to_bytes, urlsplit
 
 from attrs import define, field
 
@@ -19,6 +20,7 @@ from engine.settings.http_connection import HttpConnection
 from engine.settings.sse_client import StreamBroken
 
 CUT = "the server closed the connection within its answer"
+PATH_CHARACTERS = "/%:@!$&'()*+,;=~"  # that stay as they are in a path, besides letters, digits and `_.-`
 LENGTHS = {b"content-length", b"transfer-encoding"}  # headers of an answer that does not end with its connection
 
 
@@ -43,7 +45,6 @@ class AnswerConnection(HttpConnection):
 
     async def send(self, request: bytes) -> None:
         """Send a request, and wait for the head of its answer. Raises StreamBroken."""
-        self._parts.clear()
         self.begin_request([request])
         self._last_s = asyncio.get_running_loop().time()
         self._check_silence()
@@ -66,6 +67,10 @@ class AnswerConnection(HttpConnection):
     def take_part(self, part: bytes) -> None:
         self._parts.append((self.clock(), part))
 
+    @property
+    def has_unread_parts(self) -> bool:
+        return bool(self._parts)
+
     def make_error(self, reason: str) -> StreamBroken:
         return StreamBroken(reason)
 
@@ -75,10 +80,11 @@ class AnswerConnection(HttpConnection):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.stop_watch()
-        if self.has_head and LENGTHS.isdisjoint(name for name, _ in self.headers):
-            self.is_complete = True
-        elif not self.is_lost:
-            self._reason = CUT
+        if not self.is_lost and error is None:
+            if self.has_head and LENGTHS.isdisjoint(name for name, _ in self.headers):
+                self.is_complete = True
+            else:
+                self._reason = CUT
         super().connection_lost(error)
 
     def stop_watch(self) -> None:
@@ -108,6 +114,10 @@ class AnswerConnections:
     silence_s: float
     clock: Callable[[], float]
     _idle: list[AnswerConnection] = field(factory=list["AnswerConnection"])
+    _tls: ssl.SSLContext | None = field(init=False)  # made once: reading the certificates takes a tenth of a second
+
+    def __attrs_post_init__(self) -> None:
+        self._tls = ssl.create_default_context() if self.base.lower().startswith("https:") else None
 
     @asynccontextmanager
     async def post(self, path: str, content: bytes) -> AsyncIterator[AnswerConnection]:
@@ -135,20 +145,23 @@ class AnswerConnections:
             if connection.can_be_reused:
                 return connection
             connection.close()
-        tls = ssl.create_default_context() if url.scheme == "https" else None
-        address = url.hostname or "", url.port or (443 if tls else 80)
+        address = url.hostname or "", url.port or (443 if self._tls else 80)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.silence_s):
                 _, connection = await loop.create_connection(
-                    lambda: AnswerConnection(self.clock, self.silence_s), *address, ssl=tls
+                    lambda: AnswerConnection(self.clock, self.silence_s), *address, ssl=self._tls
                 )
         except (OSError, TimeoutError) as error:
             raise StreamBroken(f"no connection: {error}") from error
         return connection
 
     def _write_head(self, url: SplitResult, path: str, length: int) -> bytes:
-        host = url.netloc.rpartition("@")[2]
-        fields = {"Host": host, "Content-Type": "application/json", "Content-Length": str(length), **self.headers}
-        lines = (f"POST {url.path.rstrip('/')}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()))
+        credentials, _, host = url.netloc.rpartition("@")
+        fields = {"Host": host, "Content-Type": "application/json", "Content-Length": str(length)}
+        if credentials:
+            fields["Authorization"] = f"Basic {b64encode(unquote_to_bytes(credentials)).decode()}"
+        fields |= self.headers
+        target = quote(url.path.rstrip("/"), safe=PATH_CHARACTERS) + path
+        lines = (f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()))
         return "\r\n".join((*lines, "", "")).encode("latin-1")

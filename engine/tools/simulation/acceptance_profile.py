@@ -79,7 +79,7 @@ def read_profile(path: Path, draft: str, width: int) -> AcceptanceProfile:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
         profiles = [parse_profile(measured) for measured in listed]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"--acceptance {path}: {type(error).__name__}: {error}; {FORM}") from error
     chosen = [profile for profile in profiles if draft in ("", profile.draft)]
     if not chosen:
@@ -90,6 +90,6 @@ def read_profile(path: Path, draft: str, width: int) -> AcceptanceProfile:
 
 
 def parse_profile(measured: Any) -> AcceptanceProfile:
-    """Return the profile of one entry of that output. Raises ValueError, KeyError or TypeError."""
+    """Return the profile of one entry of that output. Raises ValueError, KeyError, TypeError or OverflowError."""
     right = tuple(float(share) for share in measured["right_by_position"])
     return AcceptanceProfile(str(measured["draft"]), float(measured["proposing_share"]), right)

@@ -546,7 +546,8 @@ class Kept:
     answers: list[tuple[str, Tokens]] = field(factory=list)
     taken: list[str] = field(factory=list)
 
-    def take_answers(self, salt: str) -> Sequence[Tokens]:
+    def take_answers(self, salt: str, most: int) -> Sequence[Tokens]:
+        assert most < suffix_proposer.MOST_ARCHIVED, "an archive would drop the older ones again"
         self.taken.append(salt)
         found = [tokens for own, tokens in self.answers if own == salt]
         self.answers = [one for one in self.answers if one[0] != salt]

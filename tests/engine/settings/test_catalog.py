@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from adapters import demo
 from engine.__main__ import main
+from engine.loading.background_load import load_target
+from engine.serving.announce import describe_costs
 from engine.settings.model_catalog import (
+    LocalModel,
     choose_served_name,
     find_hub_folder,
     find_model,
@@ -21,8 +25,10 @@ from engine.settings.model_catalog import (
     locate_model,
 )
 from engine.settings.options import build_options
+from engine.settings.output.formatting import format_bytes
 from engine.settings.preflight import prepare_options
 from engine.settings.user_error import UserError
+from engine.tools.list_models import format_price, list_model
 from tests.models.checkpoints import EXPERTS, save_model, save_qwen3
 from tests.models.ggufs import write_gguf
 
@@ -197,6 +203,19 @@ def test_models_are_listed_with_what_they_would_be_served_with(run_models: Calla
     assert "16 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text
     assert "Searched ~/models and ~/hub." in text
+
+
+async def test_a_start_says_the_same_of_a_token_as_the_list() -> None:
+    options = build_options(model="demo", device="cpu", slots=1, max_ctx=256, disk_prefix_cache="off")
+    listed = list_model(LocalModel("demo", demo.FOLDER), options)
+    assert listed.draft_token > 0
+    target = await load_target(options)
+    try:
+        costs = f"context={format_bytes(listed.token)} a token, draft {format_bytes(listed.draft_token)}"
+        assert describe_costs(target).endswith(costs)
+        assert format_price(listed).replace("\n", " ") == costs.removeprefix("context=")
+    finally:
+        await target.close()
 
 
 def test_bits_and_what_a_context_costs_are_told_of_folders_files_and_experts(

@@ -115,7 +115,36 @@ async def test_what_is_not_http_hears_why_even_while_it_sends(impatient: Site) -
     async with await connect(impatient) as stream:
         with anyio.fail_after(60):
             await stream.send(head("Host: localhost", target="/" + "x" * 2_000_000, method="GET"))
-            assert status(await answer(stream)) in {400, 431}
+            received = await answer(stream)
+    assert status(received) == 414
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "target_too_long"
+
+
+@pytest.mark.parametrize("pause", [0, 0.02], ids=["at once", "in pieces"])
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (head("Host: localhost", "X: " + "x" * 200_000, target="/health", method="GET"), (431, "head_too_large")),
+        (
+            head("Host: localhost", *(f"X-{at}: y" for at in range(20_000)), target="/health", method="GET"),
+            (431, "head_too_large"),
+        ),
+        (head("Host: localhost", target="/" + "x" * 200_000, method="GET"), (414, "target_too_long")),
+        (head("Host: localhost", "Transfer-Encoding: odd"), (501, "bad_http")),
+        (head("Host: localhost", "Transfer-Encoding: chunked") + b"5;" + b"x" * 200_000, (400, "bad_http")),
+    ],
+    ids=["a header", "headers", "target", "coding", "a chunk's line"],
+)
+async def test_what_is_too_large_or_unknown_has_its_own_status(
+    impatient: Site, raw: bytes, expected: tuple[int, str], pause: float
+) -> None:
+    async with await connect(impatient) as stream:
+        with anyio.fail_after(60):
+            for at in range(0, len(raw), 1 << 15):
+                await stream.send(raw[at : at + (1 << 15)])
+                await anyio.sleep(pause)
+            received = await answer(stream)
+    assert (status(received), json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"]) == expected
 
 
 async def test_a_client_that_is_gone_when_its_answer_ends_is_no_fault(

@@ -176,6 +176,7 @@ async def test_a_stream_with_progress_goes_on_as_well(fleet: FakeFleet) -> None:
 
 
 async def test_a_stream_that_is_cut_after_a_token_ends_with_an_error(fleet: FakeFleet) -> None:
+    say_the_same(fleet)  # two tokens of any other answer may be parts of one character, which has no text yet
     fleet.first.door.hang_after = 2
     found: list[Any] = []
     async with fleet.client.stream("POST", CHAT, json=chat(max_tokens=8, stream=True)) as response:

@@ -172,6 +172,32 @@ def test_who_leaves_an_answer_closes_its_connection(run: Callable[..., None]) ->
     run(test)
 
 
+@pytest.mark.parametrize("first", [b"secret", b"s" * (2 * MOST_UNREAD)], ids=["small", "large"])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_answer_that_came_but_was_not_read_reaches_no_other_request(
+    run: Callable[..., None], first: bytes, taken: int
+) -> None:
+    """A client leaves while the rest of its answer, which has come, waits for it."""
+    answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n%x\r\n%b\r\n0\r\n\r\n"
+
+    async def test() -> None:
+        async with serve(ScriptedReplica(answer % (len(first), first), WHOLE)) as (pool, address):
+            connection = await pool.open(address)
+            with pool.lend(connection, address):
+                await connection.send(POST, "replica")
+                parts = connection.read_parts()
+                for _ in range(taken):
+                    assert await anext(parts) == b"a"
+                for _ in range(100):
+                    await asyncio.sleep(0.002)
+                    if connection.is_complete:
+                        break
+            async with asyncio.timeout(5):
+                assert await ask(pool, address) == (200, b"hello")
+
+    run(test)
+
+
 def test_idle_connections_are_kept_for_a_while_and_lost_ones_are_forgotten(run: Callable[..., None]) -> None:
     async def test() -> None:
         script = ScriptedReplica(WHOLE, WHOLE, WHOLE)
