@@ -3,7 +3,8 @@
     python -m benchmarks.exactness_families --record [--cases gemma4,gemma4:Q8_0] [--prompts 300] [--limit SECONDS]
 
 A case is a family of `benchmarks.family_checkpoints`, or FAMILY:TYPE for a GGUF file with weights of that type. What
-is compared is what `benchmarks.exactness` compares, with a random DFlash draft. Folders are answered in all ways, files
+is compared is what `benchmarks.exactness` compares, with a random DFlash draft. FAMILY+mtp takes the checkpoint's own
+prediction heads instead, and FAMILY+assistant an assistant. Folders are answered in all ways, files
 in seven: in a slot, then batched by four with the draft and without it, each cold, from host memory and from disk after
 `kill -9`. With --record a case is in the result as soon as it ends, and a case that is there is not measured again.
 --limit: no case begins that would not end within these seconds.
@@ -33,33 +34,47 @@ from benchmarks.results import Figure, Goal, decode_result, describe_machine, fi
 from benchmarks.tables import print_table
 
 NAME = "exactness_families"
-FOLDERS, FILES = "small random models", "the same as GGUF files"
+FOLDERS, FILES, DRAFTS = "small random models", "the same as GGUF files", "the same with drafts of their own"
 FILE_MODES = ("continued", "host", "disk", "silent")
 # Types of weights that files of a family are published with.
 TYPES = {"gpt_oss": "MXFP4"}
+# Drafts that a checkpoint brings, or that are published beside it.
+OWN_DRAFTS = {
+    "deepseek_v3": "mtp",
+    "gemma4": "assistant",
+    "gemma4_experts": "assistant",
+    "glm4_moe": "mtp",
+    "glm4_moe_lite": "mtp",
+    "mimo": "mtp",
+}
 
 
 @frozen
 class FamilyCase:
-    """A family, as a folder or, with a type of weights, as a GGUF file."""
+    """A family, as a folder or, with a type of weights, a GGUF file. draft: its kind, or a random DFlash one."""
 
     family: str
     gguf: str = ""
+    draft: str = ""
 
     @classmethod
     def parse(cls, word: str) -> FamilyCase:
-        family, _, gguf = word.partition(":")
+        folder, _, gguf = word.partition(":")
+        family, _, draft = folder.partition("+")
         if family not in FAMILIES:
             raise argparse.ArgumentTypeError(f"{family}; accepted: {', '.join(FAMILIES)}")
-        return cls(family, gguf)
+        if draft and draft != OWN_DRAFTS.get(family):
+            accepted = ", ".join(f"{name}+{kind}" for name, kind in OWN_DRAFTS.items())
+            raise argparse.ArgumentTypeError(f"{folder}; accepted: {accepted}")
+        return cls(family, gguf, draft)
 
     @property
     def name(self) -> str:
-        return f"{self.family}, {self.gguf}" if self.gguf else self.family
+        return ", ".join(filter(None, (self.family, self.gguf, self.draft)))
 
     @property
     def subject(self) -> str:
-        return FILES if self.gguf else FOLDERS
+        return FILES if self.gguf else DRAFTS if self.draft else FOLDERS
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -67,13 +82,15 @@ class FamilyCase:
 
 
 def list_cases() -> list[FamilyCase]:
-    return [*map(FamilyCase, FAMILIES), *(FamilyCase(family, TYPES.get(family, "Q8_0")) for family in FAMILIES)]
+    folders = [*map(FamilyCase, FAMILIES), *(FamilyCase(family, draft=kind) for family, kind in OWN_DRAFTS.items())]
+    return [*folders, *(FamilyCase(family, TYPES.get(family, "Q8_0")) for family in FAMILIES)]
 
 
 def measure_case(case: FamilyCase, given: argparse.Namespace) -> Measured:
     sizes = {"prompts": given.prompts, "longest": given.longest, "answer": given.answer, "threads": given.threads}
     words = [f"--{name}={value}" for name, value in sizes.items()]
     words += [f"--family={case.family}", f"--gguf={case.gguf}", f"--only={','.join(case.modes)}"]
+    words += [f"--draft={case.draft}"] if case.draft else []
     own = exactness.make_parser().parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         return anyio.run(run_ways, prepare(own, Path(folder)), own)

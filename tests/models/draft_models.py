@@ -310,6 +310,7 @@ def save_assistant(folder: Path, target: dict[str, object], *, hidden: int = 32,
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
         "use_double_wide_mlp": False,
+        "enable_moe_block": False,
         "initializer_range": 0.15,
         "dtype": "float32",
     }
