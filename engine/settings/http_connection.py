@@ -111,6 +111,8 @@ class HttpConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.give_up(f"the answer cannot be read: {error}")
+        except httptools.HttpParserUpgrade:  # no such error
+            self.give_up("the answer cannot be read: the server wants another protocol")
         if self._head_bytes > MOST_HEAD:
             self.give_up(f"the answer's head is larger than {MOST_HEAD} bytes")
         self._wake()
