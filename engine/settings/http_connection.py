@@ -112,7 +112,7 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.give_up(f"the answer cannot be read: {error}")
         except httptools.HttpParserUpgrade:  # no such error
-            self.give_up("the answer cannot be read: the server wants another protocol")
+            self.give_up("the answer cannot be read: it changes to another protocol")
         if self._head_bytes > MOST_HEAD:
             self.give_up(f"the answer's head is larger than {MOST_HEAD} bytes")
         self._wake()
