@@ -51,7 +51,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     @abstractmethod
     def has_unread_parts(self) -> bool:
-        """Are there parts of the body that were taken, and that nobody has read?"""
+        """Are there parts of the body that were taken and not read?"""
 
     @abstractmethod
     def make_error(self, reason: str) -> Exception:
