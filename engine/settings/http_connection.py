@@ -51,7 +51,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     @abstractmethod
     def has_unread_parts(self) -> bool:
-        """Are there parts of the body that were taken, and that nobody has read?"""
+        """Are there parts of the body that were taken and not read?"""
 
     @abstractmethod
     def make_error(self, reason: str) -> Exception:
@@ -111,6 +111,8 @@ class HttpConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.give_up(f"the answer cannot be read: {error}")
+        except httptools.HttpParserUpgrade:  # no such error
+            self.give_up("the answer cannot be read: it changes to another protocol")
         if self._head_bytes > MOST_HEAD:
             self.give_up(f"the answer's head is larger than {MOST_HEAD} bytes")
         self._wake()

@@ -96,6 +96,7 @@ def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
         (CHUNKED + b"zz\r\n", False, "cannot be read"),
         (CHUNKED + b"1\r\nxx\r\n", False, "cannot be read"),
         (CHUNKED + b"4\r\n", False, "nothing came for 0.2 s"),
+        (b"HTTP/1.1 101 Go\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\nx", False, "another protocol"),
         (OK + b"\r\n" + BODY, False, "nothing came for 0.2 s"),
         (OK + b"X: " + b"x" * (2 * MOST_HEAD), False, "head"),
         (OK + b"X: y\r\n" * MOST_HEAD, False, "head"),
@@ -103,7 +104,7 @@ def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
         (CHUNKED + b"1\r\nx\r\n0\r\n" + b"X: y\r\n" * MOST_HEAD, False, "head"),
     ],
     ids=[
-        *("a chunk", "a length", "nothing", "no HTTP", "no size", "a wrong size", "silence in chunks"),
+        *("a chunk", "a length", "nothing", "no HTTP", "no size", "a wrong size", "silence in chunks", "an upgrade"),
         *("silence without a length", "a header", "headers", "interim answers", "trailers"),
     ],
 )
