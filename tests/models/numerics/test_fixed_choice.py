@@ -26,7 +26,8 @@ BRAIN = torch.bfloat16
 LISTED = Products(
     (Weight(64, 64), Weight(256, 64), Weight(64, 128, gated=True)), (Heads(2, 16, 1024),), (4, 16, 64), (1, 2)
 )
-EIGHT, FOUR = StepLayout("int8", 32), StepLayout("uint4", 32)
+EIGHT = StepLayout("int8", 32)
+FOUR = StepLayout("uint4", 32)
 PACKED = evolve(
     LISTED, packed=tuple(evolve(weight, layout=layout) for weight in LISTED.weights for layout in (EIGHT, FOUR))
 )
@@ -41,8 +42,10 @@ class SumsInGroups(Mutant):
         if len(x) == 4 or weight.shape[0] == 16:
             return multiply(x, weight)
         quarter = x.shape[1] // (2 if len(x) == 16 else 4)
-        left, right = x.clone(), x.clone()
-        left[:, quarter:], right[:, :quarter] = 0, 0
+        left = x.clone()
+        left[:, quarter:] = 0
+        right = x.clone()
+        right[:, :quarter] = 0
         return multiply(left, weight) + multiply(right, weight)
 
 
@@ -111,7 +114,8 @@ def test_the_numerics_class_is_the_same_at_every_start(own: bool, monkeypatch: p
 
 def test_a_less_preferred_way_serves_only_where_it_takes_less_than_half_of_the_rows() -> None:
     """A group that has few rows cuts a chunk into pieces, each of which reads the weight."""
-    whole, few = prover.estimate_rows((4, 8, 16, 32, 64, 128, 256), 256), prover.estimate_rows((4,), 256)
+    whole = prover.estimate_rows((4, 8, 16, 32, 64, 128, 256), 256)
+    few = prover.estimate_rows((4,), 256)
     assert (whole, few) == (272 + 32 * 20, 20 * 64 + 32 * 20)
     assert whole < prover.LESS * few
     assert whole > prover.LESS * prover.estimate_rows((4, 8), 256)
