@@ -94,6 +94,7 @@ BODIES = {
         for name in ("int8", "int4")
     },
     "attention over pages": compiled.attend(128, 4, 64, paged=True),
+    "attention beside a prompt": compiled.attend_beside_prompt(128, 256),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention of one row with a window and sinks": compiled.attend(64, 1, rule=SINKS),
@@ -171,7 +172,8 @@ def test_kernels_of_the_gated_delta_rule_hold_operands_in_one_way(value_size, ca
         layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 1024)
         layer(compiled.TritonKernels(compiled.CPU, traits=traits))
     widths = {(kernel.name, width) for kernel in found.kernels for width in read_operand_widths(kernel.form)}
-    assert widths == {(name, 2) for name in ("factor", "scan", "read_single_rows", "factor_and_read")}
+    names = ("factor", "scan", "factor_single_rows", "read_single_rows", "factor_and_read")
+    assert widths == {(name, 2) for name in names}
 
 
 @pytest.mark.long

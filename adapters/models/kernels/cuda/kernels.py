@@ -322,6 +322,7 @@ class TritonKernels:
         batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
         batch.plan.unpacks = self._attention.unpacks_codes(batch)
+        batch.plan.apart = self._attention.attends_apart(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         def run_planned() -> T:
@@ -337,7 +338,7 @@ class TritonKernels:
             batch.plan = StepTiles()
         merges = batch.plan.merges = batch.plan.merges and name in self._attention.planner.planned_bodies
         shares_memory = bool(piece) or name in ("held", "mixed")  # these run on one thread only, one after the other
-        key = (name, piece, batch.bucket, merges, batch.plan.unpacks)
+        key = (name, piece, batch.bucket, merges, batch.plan.unpacks, batch.plan.apart)
         return self.graphs.run(key, run_planned, shares_memory=shares_memory)
 
     def stop_recording(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from attrs import frozen
@@ -24,6 +24,7 @@ from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS
 from adapters.models.kernels.formats.row_format import INT4, as_bytes
 from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.step_batch import Batch
+from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton.hopper import hopper_attention, hopper_rows
 from adapters.models.kernels.triton.hopper.codes import coded_rows
 from adapters.models.kernels.triton.hopper.rows.window_row import attend_window
@@ -171,6 +172,17 @@ class HopperSplits:
             enable_fp_fusion=False,
             **launch_options(warps, self.pdl),
         )
+
+
+def merge_partials(given: tuple[Any, ...], constants: Constants, pdl: bool | None) -> None:
+    """Merge partials, by a program for each row's head. given: the tensors of `attention.merge`, and the splits.
+    constants: WINDOW and SINKS.
+    """
+    bucket, heads, size = given[3].shape
+    options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, "AT_ONCE": 16 if size <= 128 else 8}
+    options |= {**constants, **launch_options(1, pdl)}
+    options |= {"enable_fp_fusion": False, "maxnreg": 168}  # for all loads of a warp: fewer would be chosen
+    launch(attention.merge, (bucket, heads), *given, **options)
 
 
 def has_row_window(batch: Batch, rule: AttentionRule) -> bool:

@@ -204,7 +204,8 @@ class ProductPlan:
 def is_unpacked(products: Products, layout: StepLayout) -> bool:
     """Return whether a processor with tiles multiplies packed weights of this layout unpacked.
 
-    Tiles make up for the larger weights: a chunk and 32 steps took .3 to .8 of the time, least with steps of four bits.
+    Tiles make up for the larger weights: a chunk and 32 steps mostly took .4 to .8 of the time, least with steps of
+    four bits.
     Steps of 8 bits stay packed in large models, whose decode steps read memory, not caches. A measured time may not
     decide, because both have other bits.
     """
