@@ -538,7 +538,7 @@ def make_parser() -> argparse.ArgumentParser:
 def prepare(given: argparse.Namespace, folder: Path) -> Options:
     """Write the checkpoint of --family below `folder`, if there is one, and return the options to load the model."""
     if given.unpack == "never":
-        prover.WORTH_UNPACKING = 0.0
+        prover.MAY_UNPACK = False
     given.kind = Path(given.draft).stem
     kind, plus, copies = given.draft.partition("+")
     if not given.family and kind in DEMO_DRAFTS:

@@ -66,7 +66,7 @@ def measure_model(model: Path, prompts: Path, given: argparse.Namespace) -> Form
     begun = time.monotonic()
     words = [sys.executable, "-m", "benchmarks.exactness", f"--model={model}", f"--asked={prompts}", "--unpack=never"]
     words += [f"--{name}={getattr(given, name)}" for name in ("device", "threads", "prompts", "longest", "answer")]
-    with tempfile.TemporaryDirectory() as home:  # earlier starts may have chosen to unpack
+    with tempfile.TemporaryDirectory() as home:  # a kept proof may be of a start that unpacks
         environment = {**os.environ, "XDG_CACHE_HOME": home}
         done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment)
     # The last line is the result, whether answers differ (1) or not.

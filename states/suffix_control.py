@@ -208,11 +208,14 @@ def plan_copies(
     prices: CopyPrices,
     rates: Rates,
     row_limit: int,
+    *,
+    first: int = 0,
 ) -> Plan:
     """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
 
     `Plan.steps` of the result counts steps of any kind, and is at most that of `plan`. `Copying.steps` limits those
-    with proposals besides. row_limit: rows of a step; 0: a plain step is due.
+    with proposals besides. row_limit: rows of a step; 0: a plain step is due. first: members before this one copy
+    nothing.
     """
     has_draft = any(plan.proposals)
     plain_ns = prices.chains.plain_ns
@@ -223,10 +226,11 @@ def plan_copies(
     tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
     terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
     # New members know the same, so they copy the same.
+    ruled = [None if at < first else control for at, control in enumerate(controls)]
     known = [
-        None if control is None else (control.copy_widths, control.copied, control.max_branch) for control in controls
+        None if control is None else (control.copy_widths, control.copied, control.max_branch) for control in ruled
     ]
-    of_known = dict(zip(known, controls, strict=True))
+    of_known = dict(zip(known, ruled, strict=True))
     choices = {
         key: choose_counts(control, terms) for key, control in of_known.items() if control and control.copy_widths
     }

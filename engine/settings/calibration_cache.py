@@ -50,8 +50,9 @@ class CalibrationCache:
     def load_or_make(self, key: str, make: Callable[[], T], write: Callable[[T], str], read: Callable[[str], T]) -> T:
         """Return the outcome of a proof, kept or made now. It may be None.
 
-        What is made depends on times, so two first starts at once may choose differently. The one that is done first
-        decides for both: otherwise a cache or a trace of the other would have numerics that no later start has.
+        A placement of experts depends on times, so two first starts at once may choose differently. The one that is
+        done first decides for both: otherwise a cache or a trace of the other would have numerics that no later start
+        has.
         """
         known = self._load("numerics", key, lambda text: (read(text),))
         if known is not None:

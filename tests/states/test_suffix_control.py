@@ -9,17 +9,18 @@ from attrs import evolve
 
 from effects.all import EffectRequest, Launch
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode, find_match_class
-from effects.ids import MAIN, SlotId
+from effects.ids import MAIN, RequestId, SlotId
 from effects.stream import StopLaunch
 from states import copy_records, launch_choice, speculation_control
 from states import suffix_control as control
 from states.copy_branches import estimate_copy_prices
+from states.copy_choice import ClassChoice
 from states.events import EffectOutcome, ForLaunch
 from states.lane import can_join, get_decode_effects
 from states.rates import ClassGains, Rates, TimedStep
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
-from states.speculation_plan import CopyPrices, Plan
+from states.speculation_plan import CopyPrices, Plan, SpeculationControl
 from states.step_prices import UNIT, Shape, StepPrices
 from states.world import World, make_world
 from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
@@ -381,6 +382,37 @@ def test_a_request_that_joins_a_launch_gets_a_rule_of_its_own() -> None:
         assert effect.copying.counts[LONG] == 7
         assert after.lanes[MAIN].plan.copy_prices.chains.members == 2
         assert after.lanes[MAIN].runs_unattended
+
+
+def test_only_a_request_that_joins_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have their rules already, and each takes some 40 us. All have other gains here."""
+    world, _ = launch_one(decoding(COPYING, ONE))
+    lane = world.lanes[MAIN]
+    running = tuple(EffectRequest(RequestId(10 + at), RunDecode(SlotId(2 + at), 22, 8, steps=6)) for at in range(3))
+    lane = evolve(
+        lane, running=(*lane.running, *running), waiting=(EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, 6)),)
+    )
+    state = world.requests[ONE]
+    assert isinstance(state, Speculating)
+    assert isinstance(state.speculation, MayPropose)
+    requests = dict(world.requests)
+    for at, request in enumerate((TWO, *(one.request for one in running))):
+        own = evolve(state.speculation.control, copied=worthless(at))
+        requests[request] = evolve(state, speculation=evolve(state.speculation, control=own))
+    planned = list[object]()
+    choose = control.choose_counts
+
+    def count(known: SpeculationControl, terms: control.CopyTerms) -> list[ClassChoice]:
+        planned.append((known.copied, terms.members))
+        return choose(known, terms)
+
+    monkeypatch.setattr(control, "choose_counts", count)
+    joined, (launched,) = launch_choice.join_launch(lane, requests, COPYING, CHEAP)
+    assert planned == [(worthless(0), 5)]
+    assert isinstance(launched.effect, RunDecode)
+    assert launched.effect.copying is not None
+    assert launched.effect.copying.counts[LONG] == 7
+    assert joined.plan.considers_copies
 
 
 def test_a_request_that_joins_where_nothing_is_worth_copying_gets_no_rule() -> None:

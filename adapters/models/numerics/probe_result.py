@@ -21,7 +21,7 @@ from adapters.models.kernels.interfaces.product_list import ProductPlan, Product
 from effects.model_details import NumericsReport
 
 BLOCK_SIZE = 64
-_VERSION = 9
+_VERSION = 10
 _RECURRENT = 1  # version of the operations of recurrent layers; a change proves only models with such layers anew
 _BETWEEN = 1  # version of the proofs for row counts that are no bucket; a change concerns CPUs only
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")

@@ -17,7 +17,7 @@ from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.layers.feed_forward import Matrix
 from adapters.models.kernels.factory import explain_missing_library
 from adapters.models.kernels.formats.packed_formats import PANEL, count_device_bits, has_packed_kernel
-from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Weight
+from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Weight, is_unpacked
 from adapters.models.open_checkpoint import EXPERTS, Checkpoint
 from engine.loading.memory.device_survey import Placement, host_memory
 from engine.settings.output.formatting import format_bytes
@@ -39,13 +39,13 @@ def count_packed_products(
     proven: ProductPlan | None,
 ) -> tuple[int, int]:
     """Return how many weights a CPU keeps packed in products, and the bytes that those take, 32 outputs at a time."""
-    expected = proven is None and keeps_packed(config, dtype)
+    listed = list_host_products(config, dtype)
 
     def stays(part: Weight) -> bool:
         if part.layout is None:
             return True
         if proven is None:
-            return expected and part.layout.fits(part.inputs)
+            return part.layout.fits(part.inputs) and keeps_packed(listed, dtype, part.layout)
         return proven.multiplies_packed(part.outputs, part.inputs, part.layout, gated=part.gated)
 
     return count_packed(config.matrices(layers), layouts, stays)
@@ -86,14 +86,13 @@ def count_packed(
     return numbers, taken
 
 
-def keeps_packed(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Return whether a CPU is expected to compute products from packed weights.
+def keeps_packed(products: Products, dtype: torch.dtype, layout: StepLayout) -> bool:
+    """Return whether a CPU is expected to compute products from packed weights of this layout, as the prover decides.
 
-    Measured times decide in the end. A processor with matrix tiles may be faster with unpacked weights if there is
-    memory for them.
+    The proof says in the end, because the system may not let the process use the processor's tiles.
     """
-    tiles = dtype != torch.float32 and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-    return not explain_missing_library() and not (tiles and list_host_products(config, dtype).unpacked)
+    tiles = dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return not explain_missing_library() and not (tiles and is_unpacked(products, layout))
 
 
 def leave_out_experts(layouts: Mapping[str, StepLayout]) -> dict[str, StepLayout]:

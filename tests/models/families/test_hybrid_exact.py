@@ -15,7 +15,6 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 from adapters.models.kernels.interfaces.product_list import UnprovenProductError
-from adapters.models.kernels.proof import prover
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.probe_result import Numerics
@@ -247,7 +246,6 @@ def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kerne
         return convolve(self, mixed, *rest) * (1.0 if rows > 16 else 1.1)
 
     monkeypatch.setattr(kernels, "convolve", careless)
-    monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
     how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (1, 4, 16)}
     found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), ProbeShape(**how))
     assert found.mode == "grid"

@@ -239,6 +239,7 @@ class DenseConfig:
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
             wider=(count + idle) * 4 <= memory,
+            small=(count + idle) * dtype.itemsize <= SMALL,
         )
 
     def list_heads(self, capacity: int) -> tuple[Heads, ...]:
@@ -294,5 +295,4 @@ def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Ma
     if weight.gated:
         return [evolve(weight, layout=found[0][0])]
     runs = [(layout, sum(rows for _, rows in run)) for layout, run in groupby(found, lambda part: part[0])]
-    whole = weight.outputs if len(runs) > 1 else 0
-    return [evolve(weight, outputs=rows, layout=layout, part_of=whole) for layout, rows in runs]
+    return [evolve(weight, outputs=rows, layout=layout) for layout, rows in runs]

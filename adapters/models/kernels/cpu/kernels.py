@@ -1,10 +1,8 @@
-"""Kernels for CPUs: products of the compiled library and of oneDNN, called so that a row's bits do not depend on its
-bucket.
+"""Kernels for CPUs: products of the compiled library and of oneDNN, called so that no row's bits depend on its bucket.
 
 Four rules make a row's bits its own:
 * A product runs with a row count that was proven to agree with all others in use (`proof/`). A step with more rows is
-  multiplied in pieces, one with fewer is padded. How oneDNN cuts a sum differs with the row count, the processor and
-  the threads.
+  multiplied in pieces, one with fewer is padded. How oneDNN cuts a sum differs with rows, processor and threads.
 * Where the compiled library is installed, it also does what happens to rows between products (`native/rows.py`).
 * Activations run inside the product, whose vector tails are masked. An ATen elementwise loop may end in scalar code,
   so outside of products only correctly rounded operations touch the rows (+, *, /, sqrt, casts), and softmax over
@@ -32,7 +30,7 @@ from adapters.models.kernels.cpu.experts import expect_experts, stack_experts, s
 from adapters.models.kernels.cpu.heads import CpuHeads
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
-from adapters.models.kernels.cpu.native.native_library import find_library
+from adapters.models.kernels.cpu.native.native_library import TILES, find_library
 from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.cpu.native.rows import NativeRows
@@ -121,12 +119,17 @@ class CpuKernels(ComposedOperations):
     # --- products, in no particular pieces ---
 
     def attention_dtypes(self) -> Sequence[torch.dtype]:
-        own = [self._dtype] if onednn.supports(self._dtype) else []
-        return tuple(dict.fromkeys([*own, torch.float32]))
+        both = (self._dtype, torch.float32) if onednn.is_quick(self._dtype) else (torch.float32, self._dtype)
+        return tuple(dict.fromkeys(filter(onednn.supports, both)))
 
     def ways(self, *, wider: bool) -> Sequence[str]:
         own = [NATIVE] if self._native is not None and (wider or self._dtype in DTYPE_CODES) else []
-        return [*own, *(dtype_name(dtype) for dtype in self.attention_dtypes()[: 2 if wider else 1])]
+        found = self.attention_dtypes()
+        return [*own, *map(dtype_name, found if wider or self._dtype not in found else [self._dtype])]
+
+    @property
+    def has_tiles(self) -> bool:
+        return self._native is not None and self._native.compiled.find_level(self._dtype) >= TILES
 
     def operand_dtype(self, way: str) -> torch.dtype:
         if way == NATIVE:
@@ -165,9 +168,6 @@ class CpuKernels(ComposedOperations):
 
     def native_rule(self, shape: DeltaShape) -> NativeDelta | None:
         return self._own_rule if has_room_for(shape) else None
-
-    def make_batched_rule(self) -> CpuDelta:
-        return CpuDelta(None)
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
         return prove(self, products, known)

@@ -45,6 +45,11 @@ class Multiplier(Protocol):
         """Return the dtypes that products of attention may be computed in, the preferred one first."""
         ...
 
+    @property
+    def has_tiles(self) -> bool:
+        """Return whether unpacked weights are multiplied by a processor's instructions for tiles."""
+        ...
+
     def ways(self, *, wider: bool) -> Sequence[str]:
         """Return how products with weights may be computed, the preferred way first. wider: float32 is allowed too."""
         ...
@@ -74,10 +79,6 @@ class Multiplier(Protocol):
 
     def native_rule(self, shape: DeltaShape) -> DeltaKernels | None:
         """Return the delta rule of the compiled library, or None where it is missing or has no room for such heads."""
-        ...
-
-    def make_batched_rule(self) -> DeltaKernels:
-        """Return the delta rule made of batched products of any row count: only its time is measured."""
         ...
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
-from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.checkpoint.packed_matrix import TABLES, StepLayout
 from adapters.models.kernels.interfaces.delta_interface import BLOCK, CHUNK, DeltaShape
 
 TILE = 256  # keys are read in whole tiles
@@ -38,16 +38,14 @@ class UnprovenProductError(RuntimeError):
 class Weight:
     """A weight matrix `[outputs, inputs]`. gated: two of them, silu(x @ gate) * (x @ up), in one operation.
 
-    layout: how it is packed. part_of: outputs of the whole weight, where other parts of it are packed in another way.
-    most: rows that it is ever multiplied with together; a head sees only rows whose logits are asked for, never whole
-    chunks.
+    layout: how it is packed. most: rows that it is ever multiplied with together; a head sees only rows whose logits
+    are asked for, never whole chunks.
     """
 
     outputs: int
     inputs: int
     gated: bool = False
     layout: StepLayout | None = field(default=None, order=False)
-    part_of: int = field(default=0, eq=False, order=False)
     most: int = field(default=1 << 20, eq=False, order=False)
 
 
@@ -67,7 +65,8 @@ class Products:
 
     threads: the number that narrow steps begin with, and the number for wide steps; narrow steps may run on either.
     wider: 16-bit weights may be kept in float32 if that is faster. packed: weights in their packed form, with all
-    parts of weights that are packed in several ways. unpacked: packed weights may be unpacked if that is faster.
+    parts of weights that are packed in several ways. unpacked: there is memory to unpack packed weights. small: all
+    weights together take at most SMALL bytes unpacked.
     """
 
     weights: tuple[Weight, ...]
@@ -78,6 +77,7 @@ class Products:
     deltas: tuple[DeltaShape, ...] = ()
     packed: tuple[Weight, ...] = ()
     unpacked: bool = True
+    small: bool = False
 
 
 @frozen
@@ -199,6 +199,17 @@ class ProductPlan:
             if served.delta == shape:
                 return served
         raise UnprovenProductError(f"products of {shape} were never proven")
+
+
+def is_unpacked(products: Products, layout: StepLayout) -> bool:
+    """Return whether a processor with tiles multiplies packed weights of this layout unpacked.
+
+    Tiles make up for the larger weights: a chunk and 32 steps mostly took .4 to .8 of the time, least with steps of
+    four bits.
+    Steps of 8 bits stay packed in large models, whose decode steps read memory, not caches. A measured time may not
+    decide, because both have other bits.
+    """
+    return products.unpacked and (products.small or layout.steps in TABLES)
 
 
 def list_batched_products(delta: DeltaShape) -> tuple[tuple[int, int, int], ...]:

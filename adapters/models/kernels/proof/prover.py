@@ -1,15 +1,18 @@
-"""Proves the closed list of products on this machine, and picks the fastest way among the proven ones.
+"""Proves the closed list of products on this machine, and picks one way among the proven ones.
 
 Row counts fall into groups within which a row gets the same bits: wherever it stands, whatever its neighbours are
 (even NaN), and on every thread count that serves. How a library cuts a sum depends on the shape, the processor and
 the threads. So nothing is presumed, and every shape that can be asked for is multiplied (`trials.py`).
+
+Ways and groups differ in bits, so no measured time may choose among them: times differ from start to start. They are
+taken in an order of preference, and by the number of rows that a workload would multiply (`estimate_rows`). A time
+chooses only the piece of a wide step, because all pieces of a group give the same bits.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from attrs import define, evolve, field
@@ -31,10 +34,11 @@ from adapters.models.kernels.interfaces.product_list import (
     ServedHeads,
     ServedWeight,
     Weight,
+    is_unpacked,
     list_batched_products,
     list_spans,
 )
-from adapters.models.kernels.proof.rule_trials import make_rule_trial, measure_rule
+from adapters.models.kernels.proof.rule_trials import make_rule_trial
 from adapters.models.kernels.proof.trials import (
     Group,
     Trial,
@@ -51,14 +55,11 @@ from adapters.models.kernels.proof.trials import (
 )
 
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
-DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when ways are compared
-# Unpacked weights must take less than this part of the time of packed ones. They need two to four times the memory, and
-# the trial favours them: its weight stays in the processor's caches, where those of a step do not.
-WORTH_UNPACKING = 0.5
-IN_TURN = 3  # measurements one after the other, because a machine that is busy for a moment would decide for good
-MARGIN = 0.8  # a less preferred way must take less than this part of the time, so that the choice does not waver
-
-TrialT = TypeVar("TrialT", bound="Trial")
+DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when groups are compared
+READING = 16  # rows whose products take as long as reading the weight once
+LESS = 0.5  # a less preferred way must need less than this part of the rows: its products may take twice as long
+MARGIN = 0.8  # a piece of fewer rows must take less than this part of the time
+MAY_UNPACK = True  # benchmarks of packed products turn it off
 
 
 @define(eq=False)
@@ -75,7 +76,6 @@ class Prover:
     shapes: int = 0
     single: bool = True
     failures: list[str] = field(factory=list)
-    unpacked: dict[Weight, Callable[[], float]] = field(factory=dict[Weight, Callable[[], float]])
     digest: hashlib.blake2b = field(factory=lambda: hashlib.blake2b(digest_size=8))
 
     def run(self) -> ProductPlan | None:
@@ -99,25 +99,13 @@ class Prover:
     def thread_counts(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.threads))
 
-    def measure_cost(self, trial: Trial, rows: Sequence[int], chunk: int) -> tuple[float, int]:
-        """Return the seconds of a chunk and some decode steps, and the piece in which a chunk is quickest."""
-        narrow, wide = self.threads
-        times = {count: trial.measure(count, wide) * (chunk / count) for count in rows}
+    def choose_piece(self, trial: Trial, rows: Sequence[int]) -> int:
+        """Return the piece in which a chunk is quickest. All of them give the same bits, so the time may decide."""
+        times = {count: trial.measure(count, self.threads[1]) / count for count in rows}
         best = max(times)
         for count, seconds in times.items():
             best = count if seconds < MARGIN * times[best] else best
-        return times[best] + DECODES * trial.measure_in_step(rows[0], narrow), best
-
-    def order_by_time(self, trials: Sequence[TrialT], counts: Sequence[int]) -> list[tuple[float, float, TrialT]]:
-        """Return (seconds if nothing were cut, factor, trial) for each way, the quickest first. trials: in the order
-        of preference.
-        """
-        narrow, wide = self.threads
-        found = []
-        for less, trial in enumerate(reversed(trials)):
-            seconds = trial.measure(counts[-1], wide) + DECODES * trial.measure_in_step(counts[0], narrow)
-            found.append((seconds * MARGIN**less, MARGIN**less, trial))
-        return sorted(found, key=lambda one: one[0])
+        return best
 
     def prove_weight(self, weight: Weight) -> ServedWeight | None:
         if (known := self._known_plan()) is not None:
@@ -125,34 +113,34 @@ class Prover:
                 if served.weight == weight and served.weight.most >= weight.most:
                     return served
         counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
-        best: tuple[float, ServedWeight, Trial, Group] | None = None
-        ways = self.kernels.ways(wider=self.products.wider)
-        trials = [make_weight_trial(self.kernels, weight, counts[-1], way, self.thread_counts) for way in ways]
+        least = estimate_rows(counts, counts[-1])
+        best: tuple[float, Trial, Group] | None = None
         failures = list[str]()
-        for bound, factor, trial in self.order_by_time(trials, counts):
-            if best is not None and best[0] <= bound:
-                continue  # even uncut it would be slower
+        for way in self.kernels.ways(wider=self.products.wider):
+            if best is not None and best[0] * LESS <= least:
+                break  # it would not be taken even if all counts agreed
+            trial = make_weight_trial(self.kernels, weight, counts[-1], way, self.thread_counts)
             for group in trial.find_groups(counts):
-                seconds, piece = self.measure_cost(trial, group.rows, counts[-1])
-                if best is None or seconds * factor < best[0]:
-                    served = ServedWeight(weight, trial.way, tuple(group.rows), piece)
-                    best = (seconds * factor, served, trial, group)
+                rows = estimate_rows(group.rows, counts[-1])
+                if best is None or rows < best[0] * (LESS if trial.way != best[1].way else 1):
+                    best = (rows, trial, group)
             failures += self._count_checks(trial)
         if best is None:
             self.failures += failures
             return None
-        _, served, trial, group = best
-        if self.products.packed and self.products.unpacked:
-            self.unpacked[weight] = lambda: self.measure_cost(trial, group.rows, counts[-1])[0]
+        _, trial, group = best
         self._add_to_digest(trial, group, len(group.rows) * len(self.thread_counts))
-        return served
+        return ServedWeight(weight, trial.way, tuple(group.rows), self.choose_piece(trial, group.rows))
 
     def prove_packed(self, weight: Weight) -> ServedWeight | None:
-        """Prove a packed weight. None where it is to be unpacked: nothing multiplies it packed, not at every row
-        count, or slower.
+        """Prove a packed weight. None where it is to be unpacked: by `is_unpacked`, or because nothing multiplies it
+        packed, or not at every row count.
         """
         if (known := self._known_plan()) is not None:
             return next((served for served in known.packed if served.weight == weight), None)
+        assert weight.layout is not None
+        if MAY_UNPACK and self.kernels.has_tiles and is_unpacked(self.products, weight.layout):
+            return None
         counts = [count for count in self.products.rows if count <= weight.most] or list(self.products.rows[:1])
         trial = make_packed_trial(self.kernels, weight, counts[-1], self.thread_counts)
         if trial is None:
@@ -160,11 +148,6 @@ class Prover:
         groups = trial.find_groups(counts)
         self._count_checks(trial)
         if [group.rows for group in groups] != [counts]:
-            return None
-        whole = Weight(weight.part_of or weight.outputs, weight.inputs, weight.gated)
-        # The whole weight is compared, because a call takes time however small a part is.
-        unpacked = self.unpacked.get(whole, lambda: float("inf"))
-        if all(unpacked() < WORTH_UNPACKING * self.measure_cost(trial, counts, counts[-1])[0] for _ in range(IN_TURN)):
             return None
         self._add_to_digest(trial, groups[0], len(counts) * len(self.thread_counts))
         return ServedWeight(weight, PACKED, tuple(counts), counts[-1])
@@ -181,21 +164,16 @@ class Prover:
         scored = scores.find_groups(counts)
         failures = self._count_checks(scores)
         best: tuple[float, ServedHeads, Group, ValuesTrial, Group] | None = None
-        longest = [
-            make_values_trial(multiply, heads, counts[-1], TERMS[0], dtype, self.thread_counts) for dtype in self.dtypes
-        ]
-        for bound, factor, trial in self.order_by_time(longest, counts):
-            if best is not None and best[0] <= bound / TERMS[0]:
-                continue
+        for dtype in self.dtypes:
             for terms in TERMS:  # longer sums mean fewer calls
-                values = make_values_trial(multiply, heads, counts[-1], terms, trial.x.dtype, self.thread_counts)
+                values = make_values_trial(multiply, heads, counts[-1], terms, dtype, self.thread_counts)
                 ways = find_agreeing_rows(heads, values.find_groups(counts), scored)
                 failures += self._count_checks(values)
                 for rows, group, weighed in ways:
-                    seconds = self.measure_cost(values, rows, counts[-1])[0] / terms * factor
-                    if best is None or seconds < best[0]:
-                        served = ServedHeads(heads, trial.way, rows, terms)
-                        best = (seconds, served, group, values, weighed)
+                    estimated = estimate_rows(rows, counts[-1])
+                    if best is None or estimated < best[0] * (LESS if values.way != best[1].dtype else 1):
+                        served = ServedHeads(heads, values.way, rows, terms)
+                        best = (estimated, served, group, values, weighed)
                 if ways:
                     break
         if best is None:
@@ -255,17 +233,14 @@ class Prover:
         return ServedDelta(delta, tuple(rows))
 
     def _prove_native_rule(self, delta: DeltaShape) -> ServedDelta | None:
-        """Prove the library's delta rule. None where it is missing or batched products are quicker.
+        """Prove the library's delta rule. None where it is missing or cannot be proven: it is several times as quick as
+        batched products.
 
         In what pieces a slot's rows may come is tried layer by layer (`state_probe.py`).
         """
         own = self.kernels.native_rule(delta)
         rows = self.products.rows
         if own is None:
-            return None
-        ways = (own, self.kernels.make_batched_rule())
-        times = [measure_rule(kernels, delta, rows[-1], self.threads, DECODES) for kernels in ways]
-        if times[1] < MARGIN * times[0]:
             return None
         trial = make_rule_trial(own, delta, rows[-1], self.thread_counts)
         groups = trial.find_groups(rows)
@@ -308,8 +283,7 @@ class Prover:
     def _count_checks(self, trial: Trial) -> list[str]:
         """Count a trial's checks and return its failures in one line.
 
-        They are reported only where nothing is left to serve. Which other ways are tried depends on times, and
-        reports should not.
+        They are reported only where nothing is left to serve.
         """
         self.checks += trial.checks
         more = len(trial.failures) - 1
@@ -320,6 +294,14 @@ class Prover:
         if 1 not in self.threads and trial.find_difference(group.rows[0], group.reference, 1) is not None:
             self.single = False
         self.digest.update(view_bytes(group.reference[:, :TILE]).numpy().data)  # the same however many keys there are
+
+
+def estimate_rows(rows: Sequence[int], chunk: int) -> float:
+    """Return the rows that a chunk and some decode steps multiply, in the shapes of a group, if reading a weight counts
+    as READING rows. It stands for the time, and is the same at every start.
+    """
+    piece = rows[-1]
+    return (piece + READING) * chunk / piece + DECODES * (rows[0] + READING)
 
 
 def prove(kernels: Multiplier, products: Products, known: ProductPlan | None = None) -> Proof:

@@ -1,8 +1,6 @@
-"""Trials of the compiled library's recurrent layers: that neighbours do not change a row, and how long they take."""
+"""Trials of the compiled library's recurrent layers: that neighbours do not change a row."""
 
 from __future__ import annotations
-
-import time
 
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 
 _BEHIND = 5  # rows between a state and the row that is tried
-_RUNS = 2
 
 
 def make_rule_trial(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[int, ...]) -> Trial:
@@ -38,29 +35,6 @@ def make_rule_trial(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads
         return kernels.delta_rule(rows, gated, weights, state, batch).flatten(1)
 
     return Trial(f"delta rule of {shape.value_heads} heads", NATIVE, torch.cat(inputs, 1), threads, read)
-
-
-def measure_rule(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[int, int], decodes: int) -> float:
-    """Return the seconds of a chunk and of this many steps of one row."""
-    weights = _make_weights(shape)
-    (mixed, gates) = _make_inputs(shape, rows)
-    state = kernels.make_state(shape, 1, 0, torch.float32, torch.device("cpu"))
-    norm = torch.ones(shape.value_size)
-
-    def step(batch: StateBatch) -> float:
-        start = time.perf_counter()
-        count = batch.bucket
-        convolved = kernels.convolve(mixed[:count], weights, state, batch)
-        read = kernels.delta_rule(convolved, gates[:count], weights, state, batch)
-        kernels.gated_norm(read, mixed[:count, -shape.values :], norm, 1e-6)
-        return time.perf_counter() - start
-
-    found = list[float]()
-    batches = (_make_batch(1, Segment(0, _BEHIND, 1)), _make_batch(rows, Segment(0, 0, rows), settles=True))
-    for batch, regime in zip(batches, threads, strict=True):
-        torch.set_num_threads(regime)
-        found.append(min(step(batch) for _ in range(_RUNS)))
-    return decodes * found[0] + found[1]
 
 
 def _make_weights(shape: DeltaShape) -> DeltaWeights:

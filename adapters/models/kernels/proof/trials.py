@@ -1,4 +1,4 @@
-"""Trials of one product: which row counts give each row the same bits, and how long they take.
+"""Trials of one product: which row counts give each row the same bits.
 
 The numbers are made so that each sum cancels. Only rounding errors are left, and any other order of adding shows in
 nearly every element.
@@ -20,9 +20,6 @@ from adapters.models.kernels.interfaces.product_list import NATIVE, PACKED, SCOR
 from adapters.models.kernels.proof.cancelling import make_cancelling, make_cancelling_packed
 
 _RUNS = 4
-# Seconds that a product outside the library adds to a step: its layer can no longer be fused (`Kernels.fuse_layers`),
-# and the ten calls of a layer are shared by its four products.
-_APART = 30e-6
 _WHOLE = {2: torch.int16, 4: torch.int32}
 # Row counts that are no bucket. Fused layers skip padded rows, so their products have such counts.
 BETWEEN = (1, 2, 3, 5, 7, 11, 13)
@@ -131,10 +128,6 @@ class Trial:
             self.multiply(part)
             best = min(best, time.perf_counter() - start)
         return best
-
-    def measure_in_step(self, count: int, threads: int) -> float:
-        """Return the seconds that a step of this many rows takes for this product."""
-        return self.measure(count, threads) + (0 if self.way in {NATIVE, PACKED} else _APART)
 
 
 @define(eq=False)
