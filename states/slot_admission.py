@@ -132,10 +132,9 @@ def find_best_start(
         if not would_lose_tail(settings, rows[number].count, shared[number])
         and not (one_off and keeps_conversation(slots, number))
     ]
-    source = max(
-        range(len(rows)),
-        key=lambda number: (starts[number][0], shared[number], number in overwritable, number in free, -number),
-    )
+    most = max((starts[number][0], shared[number]) for number in range(len(rows)))
+    best = [number for number in range(len(rows)) if (starts[number][0], shared[number]) == most]
+    source = max(best, key=lambda number: (number in overwritable, number in free, -number))
     return BestStart(request, free, source, shared, overwritable, *starts[source])
 
 
