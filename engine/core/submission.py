@@ -164,7 +164,8 @@ class Submissions:
             state="draining" if self._is_draining else "ready",
             slots=tuple(slot_status(number, slot, world) for number, slot in enumerate(slots)),
             total_slots=world.settings.serving_slots,
-            slots_busy=sum(slot.holder is not None for slot in slots),
+            # Requests in spare slots are being saved, or have the place of one that is.
+            slots_busy=min(sum(slot.holder is not None for slot in slots), world.settings.serving_slots),
             queue=len(world.slots.waiting),
             queue_full=self._is_queue_full,
             troubles=live.troubles,
