@@ -220,6 +220,7 @@ class Status:
 
     state: Literal["ready", "draining"]
     slots: tuple[SlotStatus, ...]
+    total_slots: int  # requests that are served at once; those that are being saved have further slots
     slots_busy: int
     queue: int  # requests that wait for a slot
     queue_full: bool  # a job that is submitted now is turned away

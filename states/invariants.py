@@ -40,7 +40,7 @@ from states.residency import PRESENT
 from states.scope import select_rows_to_keep
 from states.settings import Settings
 from states.slot_admission import is_one_off
-from states.slots import list_running_jobs
+from states.slots import count_openings, hurries_snapshots, list_running_jobs
 from states.world import World
 
 
@@ -83,11 +83,11 @@ def check_queue(world: World) -> None:
     """
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
-    if all(slot.holder is not None for slot in world.slots.slots):
+    free_count = count_openings(world.slots, world.requests, world.settings)
+    if free_count <= 0:
         return
     brief_runs = any(slot.is_brief for slot in world.slots.slots)
     one_offs_wait = brief_runs and len(waiting) < world.settings.max_queue
-    free_count = sum(slot.holder is None for slot in world.slots.slots)
     for request in world.slots.waiting if world.slots.short_of_pages.isdisjoint(waiting) else ():
         follow = world.slots.follows.get(request)
         if follow is not None and not follow.ended:
@@ -152,7 +152,7 @@ def check_pacing(world: World) -> None:
     first_tokens = sum(map(is_awaiting_first_token, world.requests.values()))
     main = world.lanes[MAIN].running
     interval = choose_step_interval(world.settings, world.rates, main) if backlog else 0
-    queued = bool(world.slots.waiting or world.slots.short_of_pages)
+    queued = hurries_snapshots(world.slots, world.settings)
     snapshots = pacing.demand.snapshots
     worth = estimate_snapshot_worth(world.requests[snapshots[0]], world.rates) if queued and snapshots else None
     counted = Demand(bool(world.requests), queued, first_tokens, backlog, snapshots, interval, worth)

@@ -59,6 +59,8 @@ class ResidentRows:
 
     def count_continuable(self, settings: Settings, prompt: Prompt) -> int:
         """Count the rows that a prompt can be continued from, as `count_continuable_rows` does."""
+        if not self.count:
+            return 0
         block_size = settings.block_size
         shared = count_common_packed_blocks(block_size, self.packed_tokens, prompt.packed_tokens)
         packed_count = len(self.packed_tokens) // PACKED_BYTES

@@ -30,10 +30,11 @@ A snapshot's gate has three phases:
       +---------(a first token is pending)---------+------------------------------------------+
 
 A new gate leaves `giving_way` in the same event if no first token is pending. A gate is `copying` at once while a
-request waits for a slot or for pages, because the snapshot holds that request up. Then it waits for host memory no
-longer than it would take to compute its rows again. A client often sends its next request as soon as an answer ends:
-`settling` waits for that. The timer `snapshot_patience` starts when the gate gives way to a first token for the first
-time. When it has elapsed, the gate stays `copying`.
+request waits for a slot or for pages, because the snapshot holds that request up, and if half of the spare slots are
+taken (`slots.hurries_snapshots`). Then it waits for host memory no longer than it would take to compute its rows again.
+A client often sends its next request as soon as an answer ends: `settling` waits for that. The timer
+`snapshot_patience` starts when the gate gives way to a first token for the first time. When it has elapsed, the gate
+stays `copying`.
 
 Invariants (`states/invariants.py` asserts them): the demand is what a recount over all requests finds. There is a gate
 if and only if a snapshot is being taken, and it is that of the oldest one. A gate that is not `copying` waits for a
@@ -102,7 +103,8 @@ class Demand:
     """The wishes of all requests now, as far as background work depends on them."""
 
     is_serving: bool = False  # there is any request
-    is_slot_requested: bool = False  # a request waits for a slot or for pages, perhaps for those that are being saved
+    # A request waits for a slot or for pages, perhaps for those that are being saved, or soon will.
+    is_slot_requested: bool = False
     first_tokens: int = 0  # requests that hold a slot and wait for their first token
     has_prefill_backlog: bool = False  # prompts wait until another one has been computed on the prompt lane
     snapshots: tuple[RequestId, ...] = ()  # requests whose rows are being saved, in the order in which that was asked

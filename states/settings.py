@@ -17,6 +17,8 @@ class Settings:
     """The settings of an engine. They never change while it runs."""
 
     slots: int = 2  # sequences that the device holds at once
+    # Of these, so many more than requests are served at once. A request takes one while rows of an ended one are saved.
+    spare_slots: int = 0
     max_context: int = 8192  # rows of a slot: prompt and answer together
     pages: int = 0  # of the pool that all slots share; 0: each slot has memory for `max_context` rows of its own
     page: int = PAGE  # rows of a page
@@ -58,10 +60,15 @@ class Settings:
     expert_slots: int = 0  # experts that the device has at once
     rates: Rates = field(factory=Rates)  # as measured at start
 
+    @property
+    def serving_slots(self) -> int:
+        """The requests that are served at once. Ended ones whose rows are being saved are not counted."""
+        return self.slots - self.spare_slots
+
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for impossible settings. They also come out of traces, which are hostile input."""
         positive = (
-            self.slots,
+            self.serving_slots,
             self.max_context,
             self.chunk,
             self.chunks_per_prefill,
@@ -72,6 +79,7 @@ class Settings:
         natural = (
             *(
                 self.max_queue,
+                self.spare_slots,
                 self.min_tokens,
                 self.checkpoint_interval,
                 self.shared_checkpoint_limit,

@@ -39,6 +39,7 @@ from states.slots import (
     Slot,
     Slots,
     can_share_rows,
+    count_openings,
     find_row_salt,
     forget_rows,
     get_resident_rows,
@@ -58,13 +59,13 @@ BRIEF_ANSWER = 1024  # tokens of an answer that a one-off waits for at most; a t
 SlotChoice: TypeAlias = tuple[int, int, int, SlotId | None]
 
 
-def is_queue_full(slots: Slots, settings: Settings) -> bool:
+def is_queue_full(slots: Slots, requests: Mapping[RequestId, State], settings: Settings) -> bool:
     """Is there no room for one more waiting request?
 
     Requests that follow another one have a free slot each, as far as there are any, so these do not fill the queue.
     No other slot is ever free while the queue is full, unless the first request that waits is short of pages.
     """
-    free_count = sum(slot.holder is None for slot in slots.slots)
+    free_count = count_openings(slots, requests, settings)
     following = sum(not follow.ended for follow in slots.follows.values())
     admits = free_count > following and slots.short_of_pages.isdisjoint(slots.waiting)
     return not admits and len(slots.waiting) - min(free_count, following) >= settings.max_queue
@@ -131,10 +132,9 @@ def find_best_start(
         if not would_lose_tail(settings, rows[number].count, shared[number])
         and not (one_off and keeps_conversation(slots, number))
     ]
-    source = max(
-        range(len(rows)),
-        key=lambda number: (starts[number][0], shared[number], number in overwritable, number in free, -number),
-    )
+    most = max((starts[number][0], shared[number]) for number in range(len(rows)))
+    best = [number for number in range(len(rows)) if (starts[number][0], shared[number]) == most]
+    source = max(best, key=lambda number: (number in overwritable, number in free, -number))
     return BestStart(request, free, source, shared, overwritable, *starts[source])
 
 
@@ -209,12 +209,12 @@ def next_to_admit(
 
     A request that follows another one is passed over, but a free slot stays for it.
     """
-    if not free:
+    free_count = count_openings(slots, requests, settings)
+    if free_count <= 0:
         return None
     brief_runs = any(slot.is_brief for slot in slots.slots)
     queue_has_room = len(slots.waiting) < settings.max_queue
     one_offs_wait = brief_runs and queue_has_room and all(keeps_conversation(slots, number) for number in free)
-    free_count = len(free)
     for request in slots.waiting:
         follow = slots.follows.get(request)
         if follow is not None and not follow.ended:

@@ -32,7 +32,15 @@ from states.checkpoints import EMPTY, StateCheckpoint, choose_checkpoint, drop_b
 from states.kept_rows import NO_ROWS, ResidentRows, find_own_state, get_kept_rows, get_kept_sequence
 from states.lane import Lane
 from states.pages import Pages
-from states.request_states import Draining, Prefilling, RequestRemainder, State, StateWithSlot, get_remainder
+from states.request_states import (
+    Draining,
+    Prefilling,
+    ReleasingState,
+    RequestRemainder,
+    State,
+    StateWithSlot,
+    get_remainder,
+)
 from states.settings import Settings
 
 # Releases of any slot. A conversation that was not continued for this many of them no longer keeps its slot.
@@ -112,6 +120,28 @@ def requeue_holder(slots: Slots, request: RequestId, number: SlotId) -> Slots:
     assert slot.holder == request, (slot, request)
     slots = replace_slot(forget_rows(slots, number), number, Slot((), None, slot.last_release))
     return evolve(slots, waiting=(request, *slots.waiting), short_of_pages=frozenset())
+
+
+def count_openings(slots: Slots, requests: Mapping[RequestId, State], settings: Settings) -> int:
+    """Count the waiting requests that may get a slot now: free slots, and no more than may be served at once."""
+    holders = [slot.holder for slot in slots.slots if slot.holder is not None]
+    free_count = len(slots.slots) - len(holders)
+    if not settings.spare_slots:
+        return free_count
+    served_count = sum(not isinstance(requests.get(holder), ReleasingState) for holder in holders)
+    return min(free_count, settings.serving_slots - served_count)
+
+
+def hurries_snapshots(slots: Slots, settings: Settings) -> bool:
+    """Do requests wait for a slot or for pages, or are half of the spare slots taken?
+
+    Then what is being saved holds requests up, or soon will.
+    """
+    if slots.waiting or slots.short_of_pages:
+        return True
+    if not settings.spare_slots:
+        return False
+    return sum(slot.holder is None for slot in slots.slots) <= settings.spare_slots // 2
 
 
 # --- rows ---

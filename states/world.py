@@ -121,7 +121,7 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
     match happened:
         case ForRequest(request, Cancelled()) if request not in world.requests:
             return world, ()
-        case ForRequest(request, Submitted()) if slot_admission.is_queue_full(fold.slots, fold.settings):
+        case ForRequest(request, Submitted()) if slot_admission.is_queue_full(fold.slots, fold.requests, fold.settings):
             fold.play_event(request, Rejected(len(fold.slots.waiting)))
         case ForRequest(request, event):
             if isinstance(event, External | Derived):
@@ -260,7 +260,7 @@ class Fold:
     def update_pace(self, elapsed: TimerElapsed | None) -> None:
         """Decide the pace of background work again if what it rests on has changed."""
         context = DecisionContext(self.settings, self.rates)
-        is_slot_requested = bool(self.slots.waiting or self.slots.short_of_pages)
+        is_slot_requested = slots.hurries_snapshots(self.slots, self.settings)
         demand = pacing.follow_queues(self.demand, is_slot_requested, self.lanes, self.requests, context)
         if demand is not self.pacing.demand or elapsed is not None:
             self.pacing, effects = pacing.decide_pace(self.pacing, demand, self.settings, elapsed)

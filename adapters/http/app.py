@@ -318,7 +318,7 @@ class Edge:
 
     async def list_slots(self, request: Request) -> JSONResponse:
         status = self.door.status()
-        if request.query_params.get("fail_on_no_slot") == "1" and status.slots_busy == len(status.slots):
+        if request.query_params.get("fail_on_no_slot") == "1" and status.slots_busy == status.total_slots:
             raise unavailable("No slot is free.", self.slot_time.estimate_retry_after(status))
         return JSONResponse(list(map(asdict, status.slots)))
 

@@ -140,7 +140,7 @@ def report_load(world: World, answer_ns: int) -> LoadReport:
                 wait_ns += estimate_prefill_time(rates, start, left.prompt.prefill_rows)
             case _:
                 pass
-    return LoadReport(wait_ns, world.settings.slots, answer_ns, round_rates(rates))
+    return LoadReport(wait_ns, world.settings.serving_slots, answer_ns, round_rates(rates))
 
 
 class ChangeRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -150,7 +150,7 @@ class Submissions:
     def _is_queue_full(self) -> bool:
         """Would the world reject a job now?"""
         world = self.event_loop.world
-        return slot_admission.is_queue_full(world.slots, world.settings)
+        return slot_admission.is_queue_full(world.slots, world.requests, world.settings)
 
     def get_acceptance(self) -> JobAcceptance:
         return "draining" if self._is_draining else "queue_full" if self._is_queue_full else "ready"
@@ -163,7 +163,9 @@ class Submissions:
         return Status(
             state="draining" if self._is_draining else "ready",
             slots=tuple(slot_status(number, slot, world) for number, slot in enumerate(slots)),
-            slots_busy=sum(slot.holder is not None for slot in slots),
+            total_slots=world.settings.serving_slots,
+            # Requests in spare slots are being saved, or have the place of one that is.
+            slots_busy=min(sum(slot.holder is not None for slot in slots), world.settings.serving_slots),
             queue=len(world.slots.waiting),
             queue_full=self._is_queue_full,
             troubles=live.troubles,

@@ -83,6 +83,7 @@ def choose_settings(
     times = build_rates_key(proven.identity, None if draft is None else draft.identity, locations, asdict(shape))
     found = Settings(
         slots=shard.spec.slots,
+        spare_slots=fit.spare,
         max_context=fit.context,
         pages=fit.pages,
         shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),

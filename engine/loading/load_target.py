@@ -329,7 +329,7 @@ def plan_shard_placement(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft |
     return ShardPlacement(
         dtype=plan.dtype,
         rows=read_row_types(options.weights.kv_dtype, plan.dtype),
-        slots=proven.fit.slots,
+        slots=proven.fit.slots + proven.fit.spare,
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,

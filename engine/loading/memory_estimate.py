@@ -33,7 +33,7 @@ from engine.loading.memory.device_survey import (
     measure_host_slots,
 )
 from engine.loading.memory.expert_placement import choose_expert_bytes, count_brought_experts
-from engine.loading.memory.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.loading.memory.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots, with_spare_slots
 from engine.loading.memory.packed_estimate import (
     EMBEDDING,
     count_packed_products,
@@ -107,7 +107,8 @@ def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int
     if not (on_cuda or runtime.kv_memory):
         return fit_slots(asked, limit, runtime.slots, runtime.max_ctx)
     slots = runtime.slots or (0 if on_cuda else SLOT_COUNTS[0])
-    return fit_page_pool(asked, limit, slots, runtime.max_ctx, runtime.kv_memory << 20)
+    found = fit_page_pool(asked, limit, slots, runtime.max_ctx, runtime.kv_memory << 20)
+    return with_spare_slots(found, asked) if on_cuda else found
 
 
 def shares_pages(plan: Sequence[Placement]) -> bool:

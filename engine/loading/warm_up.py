@@ -86,7 +86,7 @@ def compile_kernels(
     plain = ShardPlacement(
         device=device, dtype=dtype, rows=rows, buckets=buckets, capacity=fit.context, slots=PROBED_SLOTS
     )
-    paged = [evolve(plain, slots=fit.slots, pages=-(-fit.context // PAGE))] if fit.pages else []
+    paged = [evolve(plain, slots=fit.slots + fit.spare, pages=-(-fit.context // PAGE))] if fit.pages else []
     placements = paged if paged and probed else [plain, *paged]
     with torch.inference_mode(), use_device(device):
         for small, layers, own in packed_in(checkpoint.config.list_probed_layers(), checkpoint.layouts):

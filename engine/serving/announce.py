@@ -50,7 +50,7 @@ def announce(options: Options, target: LoadedModel, serving: RunningServer, seco
         log.warning(
             "--allow-origin * without --api-key-file: any web page in a browser on this machine can use the server"
         )
-    facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
+    facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.serving_slots}"
     facts += f"  layers={describe_placement(target.shard.parts)}"
     facts += describe_costs(target)
     drafted = "none" if target.draft is None else f"{target.settings.max_proposals} a decode step"

@@ -57,7 +57,7 @@ def build_edge_options(options: Options, target: LoadedModel, text: Text) -> Edg
             http.stabilize,
         ),
         AccessOptions(http.api_key, (http.host, *http.allow_host), http.allow_origin),
-        RequestLimits(http.max_body << 20, max_jobs=target.settings.slots + http.max_queue),
+        RequestLimits(http.max_body << 20, max_jobs=target.settings.serving_slots + http.max_queue),
         EdgeTimes(request_timeout_s=http.request_timeout),
     )
 

@@ -333,7 +333,7 @@ def read_options(header: Header, model: str | None) -> Options:
         wanted["model"] = model
     wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}
     # What was left open was chosen then, by the memory that there was.
-    chosen = {"slots": header.settings.slots, "max_ctx": header.settings.max_context}
+    chosen = {"slots": header.settings.serving_slots, "max_ctx": header.settings.max_context}
     if header.config.get("state_checkpoints", 0) is None:
         chosen["state_checkpoints"] = header.settings.state_checkpoints
     try:

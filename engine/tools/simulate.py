@@ -78,7 +78,7 @@ def build_setup(policies: SimulatedPolicies, server: SimulatedServerOptions, log
         evolve(build_served_settings(logs.settings), store=True, rates=costs.build_rates()), costs, server
     )
     if server.slots is not None:
-        settings = evolve(settings, slots=server.slots)
+        settings = evolve(settings, slots=server.slots, spare_slots=0)
     if policies.min_tokens is not None:
         settings = evolve(settings, min_tokens=policies.min_tokens)
     keep = max(1, round(policies.prefill_keep_ratio * WHOLE))
@@ -117,6 +117,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
     plain = Settings()
     kept = (
         "slots",
+        "spare_slots",
         "chunk",
         "block_size",
         "keep_decoded",
@@ -166,7 +167,7 @@ def build_json(server: SimulatedServerOptions, logs: Logs, setup: Setup, runs: S
         "costs": {"source": setup.costs.source, **list_figures(setup.costs)},
         "acceptance": None if setup.costs.acceptance is None else attrs.asdict(setup.costs.acceptance),
         "settings": {
-            "slots": setup.settings.slots,
+            "slots": setup.settings.serving_slots,
             "chunk": setup.settings.chunk,
             "block_size": setup.settings.block_size,
             "min_tokens": setup.settings.min_tokens,

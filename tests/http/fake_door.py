@@ -202,6 +202,7 @@ class FakeDoor:
         return Status(
             state=self.state,
             slots=tuple(map(self._slot, range(self.slots))),
+            total_slots=self.slots,
             slots_busy=self.busy,
             queue=self.waiting,
             queue_full=self._full,

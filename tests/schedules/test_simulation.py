@@ -35,6 +35,7 @@ from states.request_states import (
     Draining,
     Prompt,
     Recovering,
+    ReleasingState,
     RequestRemainder,
     Restoring,
     StateWithSlot,
@@ -126,6 +127,12 @@ def iterate_outputs(simulator: Simulator) -> Iterator[Any]:
     return (out for _, outs in simulator.history for out in outs)
 
 
+def make_with_spare_slots(seed: int) -> Simulator:
+    """Return a schedule with more requests than are served at once, whose rows are saved, and with spare slots."""
+    drawn = Simulator(seed)
+    return make_crowded(seed, evolve(drawn.settings, slots=4, spare_slots=2, store=True, max_queue=20), drawn.jobs)
+
+
 def short_of_pages(seed: int) -> Simulator:
     """Return a schedule with more requests at once than there are pages for, and with long answers."""
     drawn = Simulator(seed)
@@ -137,6 +144,21 @@ def short_of_pages(seed: int) -> Simulator:
 def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert not play(seed, short_of_pages).world.requests
+
+
+@pytest.mark.parametrize("first", chunks(CHUNK, 500))
+def test_spare_slots_change_no_answer_and_no_more_requests_are_served_at_once(first: int) -> None:
+    most = 0
+    for seed in range(first, first + CHUNK):
+        simulator = play(seed, make_with_spare_slots)
+        assert not simulator.world.requests
+        world = make_world(simulator.settings)
+        for happened, _ in simulator.history:
+            world, _ = advance(world, happened)
+            states_held = [world.requests[slot.holder] for slot in world.slots.slots if slot.holder is not None]
+            assert sum(not isinstance(state, ReleasingState) for state in states_held) <= 2
+            most = max(most, len(states_held))
+    assert most > 2, "no spare slot was ever taken"
 
 
 def with_pages_ahead(seed: int) -> Simulator:

@@ -9,7 +9,7 @@ from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job
 from states import policy, slot_admission, slots
 from states.events import Admitted
-from states.request_states import LookingUp, Prefilling, Speculating, State
+from states.request_states import LookingUp, Prefilling, Snapshotting, Speculating, State, get_remainder
 from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from tests.states.builders import (
@@ -62,6 +62,32 @@ def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
     busy, empty = a_house(Slot(holder=TWO), waiting=(ONE,)), a_house(Slot())
     assert slot_admission.admit_next(busy, waiting_for(a_job()), {}, DecisionContext(PLAIN)) == (busy, None)
     assert slot_admission.admit_next(empty, {}, {}, DecisionContext(PLAIN)) == (empty, None)
+
+
+def test_a_spare_slot_is_for_a_request_that_would_wait_for_a_snapshot() -> None:
+    """Two requests are served at once in three slots. A request that is saved is not served any more."""
+    settings = evolve(PLAIN, slots=3, spare_slots=1)
+    context = DecisionContext(settings)
+    house = a_house(Slot(holder=TWO), Slot(holder=THREE), Slot(), waiting=(ONE,))
+    state = a(Speculating, answering())
+    served: dict[RequestId, State] = {TWO: state, THREE: state, **waiting_for(a_job())}
+    assert slots.count_openings(house, served, settings) == 0
+    assert slot_admission.admit_next(house, served, {}, context) == (house, None)
+    saving: dict[RequestId, State] = {**served, TWO: Snapshotting(get_remainder(state))}
+    assert slots.count_openings(house, saving, settings) == 1
+    after, admission = slot_admission.admit_next(house, saving, {}, context)
+    assert admission is not None
+    assert after.slots[2].holder == ONE
+    assert slots.count_openings(after, {**saving, ONE: state}, settings) == 0
+
+
+def test_snapshots_are_hurried_before_the_last_spare_slot_is_taken() -> None:
+    settings = evolve(PLAIN, slots=6, spare_slots=4)
+    busy = Slot(holder=TWO)
+    assert not slots.hurries_snapshots(a_house(busy, busy, busy, Slot(), Slot(), Slot()), settings)
+    assert slots.hurries_snapshots(a_house(busy, busy, busy, busy, Slot(), Slot()), settings)
+    assert slots.hurries_snapshots(a_house(Slot(), waiting=(ONE,)), settings)
+    assert not slots.hurries_snapshots(a_house(busy, busy), evolve(settings, spare_slots=0))
 
 
 def test_first_come_first_served() -> None:

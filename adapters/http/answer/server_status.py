@@ -46,7 +46,6 @@ def collect_props(door: Door, text: Text, options: EdgeOptions) -> dict[str, Any
         "eos_tokens": list(text.tokenizer.end_tokens),
         "build_info": f"rekindle {options.model.version}",
         "numerics": {"mode": options.model.mode, **(options.model.numerics or {})},
-        "total_slots": len(status.slots),
         **status.props.build_json(),
         **asdict(status, filter=exclude("props")),
         **asdict(door.activity()),

@@ -37,7 +37,7 @@ class SlotTime:
 
     def estimate_retry_after(self, status: Status) -> int:
         """Return the seconds after which a new request would find room."""
-        return compute_retry_after(status.queue, len(status.slots), self.mean_s or 0)
+        return compute_retry_after(status.queue, status.total_slots, self.mean_s or 0)
 
 
 @define

@@ -22,6 +22,8 @@ POOLED_SLOT_COUNTS = (64, 32, 16, 8, 4, 2, 1)
 # themselves takes a small part of it. How many requests run follows from what they claim (`states/pages.py`).
 POOLED_SLOTS = MANY
 LEAST_PAGES = 2
+# There is one spare slot for this many slots.
+SPARE_PART = 4
 # Tokens of an agent's session. More slots of this length are worth more than longer ones.
 LONG_CONTEXT = 32768
 LEAST = 1024
@@ -70,13 +72,15 @@ class Fit:
     """A number of slots and their length in tokens.
 
     fits: whether there is memory for them, as far as can be known before the load. pages: pages of PAGE rows that the
-    slots share; 0: each slot has room for the whole context.
+    slots share; 0: each slot has room for the whole context. spare: further slots, for requests that begin while rows
+    of ended ones are saved (`Settings.spare_slots`).
     """
 
     slots: int
     context: int
     fits: bool = True
     pages: int = 0
+    spare: int = 0
 
     @property
     def rows(self) -> int:
@@ -128,6 +132,13 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
     if found:
         return Fit(slots or POOLED_SLOTS, min(least.context, found * PAGE), pages=found)
     return evolve(least, pages=-(-least.context // PAGE))
+
+
+def with_spare_slots(fit: Fit, needs: Sequence[DeviceNeed]) -> Fit:
+    """Return the fit with spare slots, where a slot that shares pages needs nothing for itself."""
+    if not fit.pages or any(need.state or need.own for need in needs):
+        return fit
+    return evolve(fit, spare=-(-fit.slots // SPARE_PART))
 
 
 def fills_slots(needs: Sequence[DeviceNeed], fit: Fit) -> bool:

@@ -62,7 +62,7 @@ def list_notes(logs: Logs, setup: Setup) -> list[str]:
     """Return notes on the assumptions behind the figures."""
     disk = format_bytes(setup.disk_budget)
     host = format_bytes(setup.host_budget)
-    budget = f"Disk {disk}, host memory {host}, {setup.settings.slots} slots"
+    budget = f"Disk {disk}, host memory {host}, {setup.settings.serving_slots} slots"
     token = setup.costs.token_bytes
     lines = [f"{budget}; a token's rows take {token:,} bytes, so the disk has room for {setup.disk_budget // token:,}."]
     if setup.settings.stateful:

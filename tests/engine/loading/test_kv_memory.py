@@ -8,6 +8,7 @@ from typing import cast
 import anyio
 import pytest
 import torch
+from attrs import evolve
 
 from adapters.remote.client.peer import Peer
 from effects.ids import PAGE, Tokens
@@ -17,7 +18,7 @@ from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
 from engine.loading.memory.device_survey import Placement
-from engine.loading.memory.memory_fit import DeviceNeed, Fit, fit_page_pool
+from engine.loading.memory.memory_fit import DeviceNeed, Fit, fit_page_pool, with_spare_slots
 from engine.loading.memory_estimate import compute_fit
 from engine.serving.announce import describe_costs
 from engine.serving.wiring import run_engine
@@ -83,6 +84,16 @@ def test_many_slots_have_little_for_themselves(state_mib: int, draft_kib: int, s
 def test_slots_of_a_small_pool_have_little_beside_it(state_mib: int, slots: int) -> None:
     need = DeviceNeed("cuda:0", 120 * GIB, 16 * GIB, 144 * KIB, state_mib << 20)
     assert fit_page_pool([need], 40960, memory=8 * GIB).slots == slots
+
+
+@pytest.mark.parametrize(("slots", "spare"), [(64, 16), (6, 2), (1, 1)])
+def test_slots_that_need_no_memory_of_their_own_have_a_spare_one_for_every_four(slots: int, spare: int) -> None:
+    need = DeviceNeed("cuda:0", 120 * GIB, 54 * GIB, 144 * KIB)
+    fit = Fit(slots, 32768, pages=1000)
+    assert with_spare_slots(fit, [need]) == evolve(fit, spare=spare)
+    for own in ({"state": 1 << 20}, {"own": 6 * KIB}):
+        assert with_spare_slots(fit, [need, evolve(need, **own)]) == fit
+    assert with_spare_slots(Fit(slots, 32768), [need]) == Fit(slots, 32768), "there are no pages"
 
 
 def test_a_draft_that_takes_much_leaves_whole_slots_where_they_fit() -> None:

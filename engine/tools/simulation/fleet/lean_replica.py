@@ -85,7 +85,7 @@ class LeanReplica:
 
     def __attrs_post_init__(self) -> None:
         self.lane = FluidLane(self.costs, self.settings, self.clock)
-        self.slots = [LeanSlot() for _ in range(self.settings.slots)]
+        self.slots = [LeanSlot() for _ in range(self.settings.serving_slots)]
 
     def submit(self, request: RoutedRequest) -> None:
         self.open_requests += 1
@@ -97,7 +97,7 @@ class LeanReplica:
 
     def report_load(self) -> LoadReport:
         wait = self.lane.queued_ns + sum(request.expected_ns for request in self._waiting)
-        return LoadReport(wait, self.settings.slots, round(self._answer_ns), round_rates(self.rates))
+        return LoadReport(wait, self.settings.serving_slots, round(self._answer_ns), round_rates(self.rates))
 
     def _admit(self) -> None:
         while self._waiting and (free := [slot for slot in self.slots if not slot.taken]):

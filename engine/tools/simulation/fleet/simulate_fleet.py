@@ -111,7 +111,7 @@ def print_fleet(console: Console, logs: Logs, setup: FleetSetup, runs: list[Fini
             table.add_row(name, *(cell(figures) for figures in every))
     console.print(table)
     shared = f", shared tier {format_bytes(setup.shared_budget)}" if setup.shared_budget else ", no shared tier"
-    slots = format_count(setup.settings.slots, "slot")
+    slots = format_count(setup.settings.serving_slots, "slot")
     disk = format_bytes(setup.disk_budget)
     notes = (
         f"Each replica: disk {disk}, host memory {format_bytes(setup.host_budget)}, {slots}{shared}.",
@@ -132,7 +132,7 @@ def build_json(logs: Logs, setup: FleetSetup, runs: list[FinishedFleet]) -> dict
             "replicas": setup.replicas,
             "conversations": setup.conversations,
             "arrivals_s": setup.arrivals_ns / 1e9,
-            "slots": setup.settings.slots,
+            "slots": setup.settings.serving_slots,
             "disk_budget_bytes": setup.disk_budget,
             "host_budget_bytes": setup.host_budget,
             "shared_budget_bytes": setup.shared_budget,
