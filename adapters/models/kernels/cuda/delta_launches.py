@@ -15,8 +15,8 @@ from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
 APART_ROWS = 1  # single rows of a step of which each tile of values has a program
-# More single rows of a step than this take two launches. Of more beside a prompt, programs have fewer registers than
-# they would take, so that three of them run on one processor and not two.
+# More single rows of a step than this take two launches. If a prompt is in the step, programs for more rows have fewer
+# registers than they would take, so that three of them run on one processor and not two.
 FEW_ROWS = 4
 ROW_REGISTERS = 168
 READ_REGISTERS = 128  # of a thread that reads a row's tile of values: four programs run on one processor
@@ -40,8 +40,8 @@ def describe_heads(shape: DeltaShape) -> dict[str, int]:
 
 
 def limit_registers(rows: int) -> int | None:
-    """Return the registers of a thread that works on one of so many single rows beside a prompt; None: there is no
-    limit.
+    """Return the registers of a thread that works on one of so many single rows of a step with a prompt; None: there
+    is no limit.
     """
     return ROW_REGISTERS if rows > FEW_ROWS else None
 
