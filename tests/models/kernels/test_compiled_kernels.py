@@ -169,10 +169,11 @@ def test_kernels_of_the_gated_delta_rule_hold_operands_in_one_way(value_size, ca
     """Other fragments would add in another order, so that a row had other bits beside other rows."""
     traits = compiled.TARGETS["sm_90"]
     with compiled.compile_for(traits, cache) as found:
-        layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 1024)
+        layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 8, 1024)
         layer(compiled.TritonKernels(compiled.CPU, traits=traits))
     widths = {(kernel.name, width) for kernel in found.kernels for width in read_operand_widths(kernel.form)}
-    names = ("factor", "scan", "factor_single_rows", "read_single_rows", "factor_and_read")
+    in_one = ("read_single_rows", "factor_and_read")
+    names = ("factor", "scan", "factor_single_rows", "read_factored_rows", *in_one)
     assert widths == {(name, 2) for name in names}
 
 

@@ -10,13 +10,14 @@ from adapters.models.kernels.cuda.descriptors import LaunchArguments
 from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.kernels.triton import delta_rows
-from adapters.models.kernels.triton.hopper import hopper_single
+from adapters.models.kernels.triton.hopper import hopper_many_rows, hopper_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
-# Of more single rows beside a prompt than this, programs have fewer registers than they would take, so that three of
-# them run on one processor and not two.
-FREE_ROWS = 4
+APART_ROWS = 1  # single rows of a step of which each tile of values has a program
+# More single rows of a step than this take two launches. If a prompt is in the step, programs for more rows have fewer
+# registers than they would take, so that three of them run on one processor and not two.
+FEW_ROWS = 4
 ROW_REGISTERS = 168
 READ_REGISTERS = 128  # of a thread that reads a row's tile of values: four programs run on one processor
 
@@ -39,10 +40,10 @@ def describe_heads(shape: DeltaShape) -> dict[str, int]:
 
 
 def limit_registers(rows: int) -> int | None:
-    """Return the registers of a thread that works on one of so many single rows beside a prompt; None: there is no
-    limit.
+    """Return the registers of a thread that works on one of so many single rows of a step with a prompt; None: there
+    is no limit.
     """
-    return ROW_REGISTERS if rows > FREE_ROWS else None
+    return ROW_REGISTERS if rows > FEW_ROWS else None
 
 
 def read_single_rows(
@@ -62,39 +63,34 @@ def read_single_rows(
     heads = shape.value_heads
     sizes = describe_heads(shape)
     scale = shape.key_size**-0.5
+    out = torch.empty(rows, heads, shape.value_size, device=convolved.device)
+    inputs = (batch.slots, batch.positions, convolved)
+    kept = (state.keys, state.decays, weights.rate, weights.dt_bias)
+    if rows <= FEW_ROWS:
+        apart = rows <= APART_ROWS
+        launch(
+            hopper_single.read_single_rows,
+            (rows, heads * (shape.value_size // tile if apart else 1)),
+            *(*inputs, gates, *kept, state.memory, out, gates.stride(0), scale),
+            TILE=tile,
+            APART=apart,
+            **sizes,
+            **options,
+        )
+        return out
     mix = torch.empty(rows, heads, options["PARTS"], CHUNK, dtype=torch.bfloat16, device=convolved.device)
     lines = torch.empty(rows, heads, 2, CHUNK, device=convolved.device)
-    out = torch.empty(rows, heads, shape.value_size, device=convolved.device)
     launch(
-        hopper_single.factor_single_rows,
+        hopper_many_rows.factor_single_rows,
         (rows, heads),
-        batch.slots,
-        batch.positions,
-        convolved,
-        gates,
-        state.keys,
-        state.decays,
-        weights.rate,
-        weights.dt_bias,
-        mix,
-        lines,
-        gates.stride(0),
-        scale,
+        *(*inputs, gates, *kept, mix, lines, gates.stride(0), scale),
         **sizes,
         **options,
     )
     launch(
-        hopper_single.read_single_rows,
+        hopper_many_rows.read_factored_rows,
         (rows, heads * (shape.value_size // tile)),
-        batch.slots,
-        batch.positions,
-        convolved,
-        state.keys,
-        state.memory,
-        mix,
-        lines,
-        out,
-        scale,
+        *(*inputs, state.keys, state.memory, mix, lines, out, scale),
         TILE=tile,
         maxnreg=READ_REGISTERS,
         **sizes,
