@@ -66,6 +66,7 @@ FURTHER = {
 BF16 = torch.bfloat16
 HEADS = (64, 128, 256, 512)
 EXPERTS = ExpertsShape(8, 2, 256, is_normalized=True)
+CHOICES = ExpertsShape(64, 4, 256, is_normalized=True)
 SINKS = AttentionRule(window=128, sinks=torch.zeros(8))
 BODIES = {
     "products": compiled.multiply(BF16, 128, 4, 16, 64, 1024),
@@ -112,6 +113,8 @@ BODIES = {
     "experts by sigmoids in float32": compiled.run_experts(
         SigmoidExpertsShape(8, 2, 256, is_normalized=True), torch.float32, 4, 64, 1024
     ),
+    "experts that products choose": compiled.run_experts(CHOICES, BF16, 1),
+    "experts in Q4_K that products choose": compiled.run_experts(CHOICES, BF16, 1, layout=Q4_K),
     "experts with biases": compiled.run_biased_experts,
     "experts of one row": compiled.run_row_of_experts,
     "rows": compiled.norm_and_gate,

@@ -24,6 +24,7 @@ TAKEN = tl.constexpr(-(1 << 62))
 def rank_experts(
     logits,
     scales,
+    total,
     COUNT: tl.constexpr,
     ACTIVE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -31,7 +32,10 @@ def rank_experts(
     NORMED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`."""
+    """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`.
+
+    total: the sum of all exponentials of how far a logit is below the greatest one.
+    """
     e = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
     if SCALED:
@@ -40,7 +44,6 @@ def rank_experts(
     keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
     keys = tl.where(e < COUNT, keys, TAKEN)
     peak = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - peak), 0)
     chosen = tl.zeros((RANKS,), tl.int32)
     weights = tl.zeros((RANKS,), tl.float32)
     added = 0.0
@@ -105,7 +108,8 @@ def choose(
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
     if BIASED:
         logits = logits + bias
-    chosen, weights = rank_experts(logits, scales, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED)
+    total = tl.sum(tl.exp(logits - tl.max(logits, 0)), 0)
+    chosen, weights = rank_experts(logits, scales, total, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED)
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)

@@ -1,7 +1,8 @@
 """Launches the experts of a layer for a step of one row: the router, two products, and a sum with the next norm.
 
 It serves experts in MXFP4 with biases, as gpt-oss has them. Every kernel behind the router chooses the experts itself,
-so the choice has no launch. The first product also computes its gate. The sum is left to the next norm (`RowSums`).
+so the choice has no launch. The first product also computes its gate. The sum is left to the next norm
+(`ExpertResults`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from adapters.models.kernels.activations import CLAMPED, GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix, find_only_part
 from adapters.models.kernels.cuda.packed_groups import PackedGroupTile, choose_packed_group_tile
-from adapters.models.kernels.cuda.rows.row_sums import RowSums
+from adapters.models.kernels.cuda.rows.row_sums import ExpertChoice, ExpertResults
 from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,
@@ -22,8 +23,9 @@ from adapters.models.kernels.interfaces.experts_interface import (
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton.hopper.rows.row_experts import ROWS, multiply_row
-from adapters.models.kernels.triton.hopper.rows.wanted_experts import MOST_EXPERTS
 from adapters.models.kernels.triton_launch import launch
+
+_MOST_EXPERTS = 32  # as many as a warp has lanes
 
 
 @define(eq=False)
@@ -43,7 +45,7 @@ class RowExperts:
         each = experts.each
         if not self.hopper or len(x) != 1 or not isinstance(each, StackedExperts):
             return False
-        has_choice = type(shape) is BiasedExpertsShape and shape.is_normalized and shape.count <= MOST_EXPERTS
+        has_choice = type(shape) is BiasedExpertsShape and shape.is_normalized and shape.count <= _MOST_EXPERTS
         weights = each.weights
         parts = find_only_part(weights.gate_up), find_only_part(weights.down)
         is_known = has_choice and experts.scales is None and weights.activation == CLAMPED
@@ -59,7 +61,7 @@ class RowExperts:
     def _choose_tile(self, part: CudaPackedMatrix, experts: Experts) -> PackedGroupTile:
         return choose_packed_group_tile(experts.shape.chosen, experts.shape.count, part, self.shared)
 
-    def run(self, kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch) -> RowSums:
+    def run(self, kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch) -> ExpertResults:
         """Run a row through a layer of experts that `are_served`. The results of the experts must still be added up."""
         shape = experts.shape
         each = experts.each
@@ -79,7 +81,8 @@ class RowExperts:
         choice = (logits, correction)
         self._multiply(x, gates, weights.gate_up_bias, choice, inner, experts, gate=GATES[CLAMPED])
         self._multiply(inner, downs, weights.down_bias, choice, made, experts, gate=0)
-        return RowSums(made, shape, logits, correction, weights.down_bias, batch.positions, self.pdl)
+        routed = ExpertChoice(logits, correction, routes=True)
+        return ExpertResults(made, shape, routed, weights.down_bias, None, batch.positions, self.pdl)
 
     def _multiply(
         self,
