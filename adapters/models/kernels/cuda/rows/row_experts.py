@@ -82,7 +82,7 @@ class RowExperts:
         self._multiply(x, gates, weights.gate_up_bias, choice, inner, experts, gate=GATES[CLAMPED])
         self._multiply(inner, downs, weights.down_bias, choice, made, experts, gate=0)
         routed = ExpertChoice(logits, correction, routes=True)
-        return ExpertResults(made, shape, routed, weights.down_bias, None, batch.positions, self.pdl)
+        return ExpertResults(made, shape, routed, None, None, batch.positions, self.pdl)
 
     def _multiply(
         self,
@@ -95,7 +95,7 @@ class RowExperts:
         *,
         gate: int,
     ) -> None:
-        """Multiply a row with the weights of its experts. bias: of gates; never read without. gate: of `GATES`."""
+        """Multiply a row with the weights of its experts. bias: of all experts. gate: of `GATES`."""
         shape = experts.shape
         tile = self._choose_tile(weight, experts)
         units = shape.chosen * (weight.outputs // ROWS)
