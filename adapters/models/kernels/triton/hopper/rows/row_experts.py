@@ -97,9 +97,9 @@ def multiply_row(
 ):
     """Compute out[tile] = x[tile] @ w[expert].T for the TILES experts that a row chooses out of EXPERTS.
 
-    logits, correction: see `find_wanted`. bias: `[EXPERTS, COLUMNS]`, is added to sums that have been rounded. GATE: all
-    experts have the same row of x. COLUMNS are gates, and behind them as many values that these gates scale; out has
-    the activation of both (`linear.apply_gate`). If GATE is 0, there is no gate. The logits are then older than the
+    logits, correction: see `find_wanted`. bias: `[EXPERTS, COLUMNS]`, is added to sums that have been rounded. GATE:
+    all experts have the same row of x. COLUMNS are gates, and behind them as many values that these gates scale; out
+    has the activation of both (`linear.apply_gate`). If GATE is 0, there is no gate. The logits are then older than the
     kernel before this one, so weights are requested while that one still runs. BLOCKS: of a row of w. EACH:
     blocks of a piece.
 
