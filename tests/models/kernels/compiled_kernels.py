@@ -175,6 +175,20 @@ def attend(
     return run
 
 
+def project_row(kernels: TritonKernels) -> None:
+    """The projection of one row with heads of 64, which it rotates on Hopper."""
+    heads, kv, hidden = 8, 2, 512
+    rope = Rope(make(4096, 32, dtype=torch.float32), make(4096, 32, dtype=torch.float32))
+    packed = kernels.pack(make((heads + 2 * kv) * 64, hidden))
+    batch = make_batch(Batch, 1)
+    for pages, places, capacity in ((None, 2, 4096), (torch.arange(32, dtype=torch.int32).view(2, 16), 32, PAGE)):
+        batch.pages = pages
+        caches = make(places, kv, capacity, 64), make(places, kv, capacity, 64)
+        for bias in (None, make(len(packed.weight))):
+            q = kernels.project_heads(make(1, hidden), packed, HeadPrep(bias), rope, batch, caches)
+            assert q.shape == (1, heads, 64)
+
+
 def attend_block(head: int, bucket: int, heads: int = 8, latent: int = 0) -> Body:
     def run(kernels: TritonKernels) -> None:
         batch = make_batch(BlockBatch, bucket)

@@ -100,6 +100,7 @@ BODIES = {
     "attention of one row with a window and sinks": compiled.attend(64, 1, rule=SINKS),
     "attention with a window over pages": compiled.attend(256, 4, 64, rule=AttentionRule(1024), paged=True),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
+    "a projection of one row that rotates": compiled.project_row,
     "attention of blocks": compiled.attend_block(128, 16),
     "attention of blocks over latents": compiled.attend_block(576, 4, 128, 512),
     "recurrent layers": compiled.advance_states(DeltaShape(2, 4, 128, 128), BF16, 4, 64, 1024),

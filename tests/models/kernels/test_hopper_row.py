@@ -121,3 +121,53 @@ def test_experts_of_a_row_are_multiplied_with_their_numbers(processors, gate, co
         if gate:
             expected = apply_gate(CLAMPED, *expected.chunk(2, 1))
         assert torch.equal(out[place], expected[0]), place
+
+
+PROJECTED = (  # the position of the row, heads of queries, heads of keys, whether there are biases, and rows of a page
+    (0, 4, 2, True, 0),
+    (37, 2, 1, False, 64),
+    (130, 4, 2, True, 64),
+    (-1, 4, 2, True, 64),
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", PROJECTED, ids=str)
+def test_the_projection_of_a_row_rotates_its_heads(case):
+    position, heads, kv, has_bias, page = case
+    slots, slot, capacity, half, depth = 2, 1, 256, 32, 320
+    rotated = load_kernels(f"{HOPPER}.rows.rotated_heads")
+    count = heads + 2 * kv
+    x, w = normal(1, depth, seed=1), normal(count * 2 * half, depth, seed=2, scale=0.1)
+    bias = normal(count * 2 * half, seed=3)
+    angles = torch.randn(capacity, half, generator=torch.Generator().manual_seed(4))
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.tensor([[2, 0, 3, 1], [7, 5, 4, 6]], dtype=torch.int32)
+    caches = [torch.zeros(slots * capacity * kv * 2 * half, dtype=BF16) for _ in range(2)]
+    q = torch.full((heads, 2 * half), float("nan"), dtype=BF16)
+    launch(
+        rotated.project_rotated, (count,), 0, Descriptor(w, (2 * half, 64)), Descriptor(x, (8, 64)), Pointer(bias),
+        Pointer(cos), Pointer(sin), Pointer(torch.tensor([slot])), Pointer(torch.tensor([position])), Pointer(table),
+        Pointer(q), *map(Pointer, caches), depth, capacity, HEADS=heads, KV=kv, STAGES=3, PAGE=page, HAS_BIAS=has_bias,
+        PDL=True, num_warps=4,
+    )  # fmt: skip
+    product = multiply(x, w, 1, depth).to(BF16)
+    biased = (product.float() + bias.float()).to(BF16) if has_bias else product
+    found = biased.view(count, 2, half).float()
+    at = max(position, 0)
+    low = found[:, 0].double() * cos[at].double() - (found[:, 1] * sin[at]).double()
+    high = found[:, 1].double() * cos[at].double() + (found[:, 0] * sin[at]).double()
+    turned = torch.cat((low.float(), high.float()), 1).to(BF16)
+    assert torch.equal(q, turned[:heads])
+    whole = [turned[heads : heads + kv], biased.view(count, -1)[heads + kv :]]
+    for cache, expected in zip(caches, whole, strict=True):
+        if page:
+            kept = cache.view(-1, kv, page, 2 * half)[table[slot, at // page], :, at % page]
+        else:
+            kept = cache.view(slots, kv, capacity, -1)[slot, :, at]
+        if position < 0:
+            assert not cache.any()
+            continue
+        assert torch.equal(kept, expected)
+        kept.zero_()
+        assert not cache.any(), "nothing else is written"

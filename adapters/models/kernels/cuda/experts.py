@@ -33,21 +33,19 @@ from adapters.models.kernels.cuda.packed_groups import (
     multiply_packed_groups,
 )
 from adapters.models.kernels.cuda.row_launches import apply_gate
-from adapters.models.kernels.cuda.rows.row_sums import ROUTED_COUNTS, ExpertChoice, ExpertResults
+from adapters.models.kernels.cuda.rows.expert_choice import ROUTED_COUNTS, ExpertChoice, choose_experts
+from adapters.models.kernels.cuda.rows.row_sums import ExpertResults
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
     ChosenExperts,
     Experts,
     ExpertsShape,
     GatedWeights,
-    GroupedExpertsShape,
     PackedProducts,
-    SigmoidExpertsShape,
     run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
-from adapters.models.kernels.triton.grouped_choice import choose_in_groups
 from adapters.models.kernels.triton.hopper.hopper_experts import multiply_pairs_ahead
 from adapters.models.kernels.triton_launch import launch
 
@@ -77,20 +75,19 @@ class CudaExperts:
         x.
         """
         logits = kernels.linear(x if deciding is None else deciding, experts.router)
-        return self._multiply_rows(kernels, x, experts, weights, batch, self._choose(logits, experts, batch)).add_up()
+        choice = choose_experts(logits, experts, batch.positions, self.pdl)
+        return self._multiply_rows(kernels, x, experts, weights, batch, choice).add_up()
 
     def run_late(
         self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch
     ) -> ExpertResults:
         """Do what `run_experts` does, but leave the sum to the next norm. All experts are on the device."""
         logits = kernels.linear(x, experts.router)
-        routes = self._can_route(x, experts, weights)
-        choice = ExpertChoice(logits, None, routes=True) if routes else self._choose(logits, experts, batch)
+        if self._can_route(x, experts, weights):
+            choice = ExpertChoice(logits, None, routes=True)
+        else:
+            choice = choose_experts(logits, experts, batch.positions, self.pdl)
         return self._multiply_rows(kernels, x, experts, weights, batch, choice)
-
-    def _choose(self, logits: Tensor, experts: Experts, batch: Batch) -> ExpertChoice:
-        correction, scales = experts.correction, experts.scales
-        return ExpertChoice(*self.choose_experts(logits, experts.shape, batch.positions, correction, scales))
 
     def _can_route(self, x: Tensor, experts: Experts, weights: GatedWeights) -> bool:
         """Return whether the kernels behind the router can choose the experts themselves: those of one row, by their
@@ -199,67 +196,6 @@ class CudaExperts:
         dealt = self.deal_pairs(chosen, None, tile.pairs, heads)
         self._multiply_groups(x.contiguous().view(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
         return out
-
-    def choose_experts(
-        self,
-        logits: Tensor,
-        shape: ExpertsShape,
-        positions: Tensor,
-        correction: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`.
-
-        n: the smallest power of two that holds k weights, and the shared expert's behind them if there is one. Further
-        places are not read. correction, scales: see `Experts`.
-        """
-        assert scales is None or not isinstance(shape, GroupedExpertsShape), "no family has scales and groups"
-        rows = len(logits)
-        ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
-        chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
-        shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
-        if isinstance(shape, GroupedExpertsShape):
-            launch(
-                choose_in_groups,
-                (rows,),
-                logits,
-                logits.new_zeros(shape.count, dtype=torch.float32) if correction is None else correction,
-                positions,
-                chosen,
-                shares,
-                shape.factor,
-                COUNT=shape.count,
-                ACTIVE=shape.chosen,
-                EXPERTS=triton.next_power_of_2(shape.count),
-                RANKS=ranks,
-                GROUPS=shape.groups,
-                CHOSEN_GROUPS=shape.chosen_groups,
-                INDICES=triton.next_power_of_2(shape.groups),
-                NORMED=shape.is_normalized,
-                SIGMOID=isinstance(shape, SigmoidExpertsShape),
-                **launch_options(1, self.pdl),
-            )
-            return chosen, shares
-        launch(
-            programs.choose,
-            (rows,),
-            logits,
-            positions,
-            chosen,
-            shares,
-            shares if correction is None else correction,  # never read without
-            shares if scales is None else scales,
-            COUNT=shape.count,
-            ACTIVE=shape.chosen,
-            EXPERTS=triton.next_power_of_2(shape.count),
-            RANKS=ranks,
-            NORMED=shape.is_normalized,
-            SHARED=shape.gates_shared,
-            BIASED=correction is not None,
-            SCALED=scales is not None,
-            **launch_options(1, self.pdl),
-        )
-        return chosen, shares
 
     def _fetch_experts(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
         """Yield where the weights of each turn's experts are, int32 `[E]`, -1 for experts of other turns; None: all

@@ -20,13 +20,14 @@ from adapters.models.kernels.activations import GATES, GELU, SILU
 from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
-from adapters.models.kernels.cuda.descriptors import LaunchArguments, cache_sizes, launch_options, page_size
+from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.device_traits import DeviceTraits, read_traits
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.row_launches import add_norm, add_normed, apply_gate
+from adapters.models.kernels.cuda.rows.rotated_heads import can_project, project
 from adapters.models.kernels.cuda.rows.row_experts import RowExperts
 from adapters.models.kernels.cuda.step_tiles import StepTiles
 from adapters.models.kernels.cuda.tiles import KV_TILE, choose_piece, count_parts, round_up_to_power
@@ -52,7 +53,6 @@ from adapters.models.kernels.triton import rows
 from adapters.models.kernels.triton_launch import launch
 
 T = TypeVar("T")
-
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
 
@@ -202,9 +202,6 @@ class TritonKernels:
             return self.grouped_experts.run_late(self, x, experts, experts.each.weights, batch)
         return self.experts(x, experts, batch)
 
-    def _options(self, warps: int) -> LaunchArguments:
-        return launch_options(warps, self.pdl)
-
     def add_norm(
         self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
@@ -220,6 +217,13 @@ class TritonKernels:
 
     def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
         return self._rotate(q, prep, rope, batch, (k_cache, k_cache), 0)
+
+    def project_heads(
+        self, x: Tensor, packed: Any, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        if self.traits.capability.has_hopper_kernels and can_project(x, packed, prep, rope, caches):
+            return project(x, packed, prep, rope, batch, caches, self.traits.shared, self.pdl)
+        return self.rotate_store(self.linear(x, packed), prep, rope, batch, *caches)
 
     def _rotate(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor], kv: int
@@ -278,7 +282,7 @@ class TritonKernels:
             LIMIT=0.0 if aside else LIMITS.get(form.dtype, 0.0),
             LEFT=left,
             enable_fp_fusion=not coded,  # so that codes are those that torch makes
-            **self._options(4),
+            **launch_options(4, self.pdl),
         )
         return keep_heads(q, batch, k_cache, v_cache, heads, kv, self.pdl) if aside else q
 

@@ -14,7 +14,8 @@ from adapters.models.kernels.activations import CLAMPED, GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix, find_only_part
 from adapters.models.kernels.cuda.packed_groups import PackedGroupTile, choose_packed_group_tile
-from adapters.models.kernels.cuda.rows.row_sums import ExpertChoice, ExpertResults
+from adapters.models.kernels.cuda.rows.expert_choice import ExpertChoice
+from adapters.models.kernels.cuda.rows.row_sums import ExpertResults
 from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,

@@ -6,28 +6,12 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.rows.expert_choice import ExpertChoice
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.kernels.triton.experts import add_up
 from adapters.models.kernels.triton.hopper.rows.row_sums import add_up_norm
 from adapters.models.kernels.triton_launch import launch
-
-# Numbers of experts of which `add_up_norm` adds up the exponentials in the order of `choose`, that each warp can choose
-# from, and that were compared.
-ROUTED_COUNTS = (32, 64, 128, 256)
-
-
-@frozen(eq=False)
-class ExpertChoice:
-    """The experts of rows, int32 `[R, k]`, and their weights, float32 `[R, n]`, as `CudaExperts` has them.
-
-    routes: kernels choose the experts of a step's one row themselves. Then `chosen` are its logits `[1, E]`, and
-    `weights` a correction, float32 `[E]`; None: there is no correction.
-    """
-
-    chosen: Tensor
-    weights: Tensor | None
-    routes: bool = False
 
 
 @frozen(eq=False)
