@@ -263,6 +263,9 @@ def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int,
         shard.logits(step, shard.forward(step, tokens).hidden)
     elif draft is None and shard.launches_ahead and not shard.states.specs:
         shard.forward(Step(segments, bucket), tokens)
+        if shard.spec.slots > 1 and bucket > UNSETTLED:  # a decode row with rows of a prompt
+            shared = (Segment(1, 0, 1), Segment(0, 0, UNSETTLED))
+            shard.forward(Step(shared, bucket), torch.zeros(UNSETTLED + 1, dtype=torch.int64))
 
 
 def run_settling_steps(shard: Pipeline, bucket: int) -> None:

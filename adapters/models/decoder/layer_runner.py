@@ -27,6 +27,7 @@ from adapters.models.decoder.layers.decoder_layer import (
     end_feed,
     end_layer,
     finish_layer_late,
+    project_inputs,
 )
 from adapters.models.decoder.layers.layer_buffers import Buffers
 from adapters.models.decoder.layers.recurrent_layer import DeltaLayer
@@ -183,12 +184,9 @@ class LayerRunner:
         batch = buffers.batch
         layer = self._layer(number)
         index = self.layout.indices.get(number, 0)
-        x = kernels.add_norm(buffers.hidden, delta, layer.frame.input_norm, layer.frame.eps)
+        own = project_inputs(kernels, layer.frame, buffers.hidden, delta)
         if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
             before.copy_(buffers.hidden)
-        if isinstance(layer, DecoderLayer) and layer.is_bare and tree is None:
-            return self._attend(number, layer, x, None, batch, stops=stops)
-        own = kernels.linear(x, layer.frame.projection)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
             assert isinstance(self.states, RecurrentCache)
@@ -197,30 +195,23 @@ class LayerRunner:
             attended = tree.attend(layer, self.layout.find_owner(number), select_heads(kernels, layer, own))
             mixed = finish_attention(kernels, layer, attended, own)
         else:
-            found = self._attend(number, layer, x, own, batch, stops=stops)
+            found = self._attend(number, layer, own, batch, stops=stops)
             if found is None:
                 return None
             mixed = finish_attention(kernels, layer, found, own)
         return None if stops else mixed
 
-    def _attend(
-        self, number: int, layer: DecoderLayer, x: Tensor, own: Tensor | None, batch: Batch, *, stops: bool
-    ) -> Tensor | None:
-        """Write the layer's keys and values, unless another layer has them, and attend.
-
-        x: the normed input. own: its projection; None: it is still to be computed. stops: as in `run_layer`.
-        """
+    def _attend(self, number: int, layer: DecoderLayer, own: Tensor, batch: Batch, *, stops: bool) -> Tensor | None:
+        """Write the layer's keys and values, unless another layer has them, and attend. stops: as in `run_layer`."""
         kernels = self.kernels
         k_cache, v_cache, pages = self.find_caches(number)
         batch = batch.with_pages(pages)
         rope = self.ropes.of_layer(number)
-        if own is None:
-            q = kernels.project_heads(x, layer.frame.projection, layer.prep, rope, batch, (k_cache, v_cache))
-        elif layer.source is None:
-            projected = select_heads(kernels, layer, own)
+        projected = select_heads(kernels, layer, own)
+        if layer.source is None:
             q = kernels.rotate_store(projected, layer.prep, rope, batch, k_cache, v_cache)
         elif not stops:
-            q = kernels.rotate_queries(select_heads(kernels, layer, own), layer.prep, rope, batch, k_cache)
+            q = kernels.rotate_queries(projected, layer.prep, rope, batch, k_cache)
         if stops:
             return None
         found = kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)

@@ -11,7 +11,6 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.activations import SILU, gate_halves
 from adapters.models.kernels.interfaces.experts_interface import Experts
-from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.step_batch import Batch
 
@@ -50,21 +49,6 @@ class ComposedOperations(ABC):
         if bias is not None and delta is not None:
             delta.add_(bias)
         return self._add_norm(residual, delta, weight, eps)
-
-    @abstractmethod
-    def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """Do what `Kernels.linear` says."""
-
-    @abstractmethod
-    def rotate_store(
-        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
-        """Do what `Kernels.rotate_store` says."""
-
-    def project_heads(
-        self, x: Tensor, packed: Any, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        return self.rotate_store(self.linear(x, packed), prep, rope, batch, *caches)
 
     @abstractmethod
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:

@@ -100,6 +100,27 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
         assert all(same_bits(again[name], rows[name]) for name in rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pages", [0, 40])
+def test_decode_rows_have_the_same_bits_beside_rows_of_prompts(dtype, pages):
+    """They attend by a kernel of their own there. Whatever was recorded, a later step has other rows."""
+    shard = shard_of(WIDE, dtype, slots=12, pages=pages)
+    texts = [tokens_of(WIDE, seed=seed) for seed in range(12)]
+    if pages:
+        for slot in range(12):  # the first page is common
+            shard.rows.seat(slot, slot, 0, [0, *range(1 + 3 * slot, 4 + 3 * slot)])
+            texts[slot][:256] = texts[0][:256]
+    expected = [rows_in_pieces(shard, text, [(512, 512)], slot) for slot, text in enumerate(texts)]
+    for decode_rows, prompt_rows in ((1, 300), (11, 400), (5, 120), (11, 1), (2, 501)):
+        segments = [Segment(slot, LENGTH - 1 - 40 * slot, 1) for slot in range(decode_rows)]
+        segments.append(Segment(decode_rows, 60, prompt_rows))
+        step = Step(tuple(segments), 512)
+        given = torch.cat([texts[one.slot][one.start : one.start + one.count] for one in segments])
+        rows = [expected[one.slot][one.start : one.start + one.count] for one in segments]
+        for _ in range(3):  # launched, recorded and replayed
+            assert same_bits(shard.logits(step, shard.forward(step, given).hidden)[: step.rows], torch.cat(rows))
+
+
 @pytest.mark.parametrize("config", [WIDE, EXPERTS])
 def test_a_step_runs_ahead_with_tokens_that_are_on_the_device(config):
     shard, tokens = shard_of(config, torch.bfloat16), tokens_of(config)

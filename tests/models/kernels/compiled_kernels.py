@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels import triton_launch
@@ -95,8 +96,23 @@ def compile_for(traits: DeviceTraits, cache: str) -> Iterator[Compilation]:
         patch.setattr(driver, "_active", SimpleNamespace(**fake))
         patch.setattr(triton_launch, "suppress", lambda *_: nullcontext())  # no error is passed over
         patch.setattr(knobs.compilation, "listener", found)
+        patch.setattr(JITFunction, "warmup", _checked(JITFunction.warmup))
         with triton_launch.withhold_launches():
             yield found
+
+
+def _checked(warmup: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiles a launch if it names all constants, also those with a default value.
+
+    `triton_launch.launch` needs them all.
+    """
+
+    def run(self: JITFunction[Any], *args: Any, **options: Any) -> Any:
+        missing = [name for name in self.arg_names[len(args) :] if name not in options]
+        assert not missing, (self.__name__, missing)
+        return warmup(self, *args, **options)
+
+    return run
 
 
 def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -175,18 +191,18 @@ def attend(
     return run
 
 
-def project_row(kernels: TritonKernels) -> None:
-    """The projection of one row with heads of 64, which it rotates on Hopper."""
-    heads, kv, hidden = 8, 2, 512
-    rope = Rope(make(4096, 32, dtype=torch.float32), make(4096, 32, dtype=torch.float32))
-    packed = kernels.pack(make((heads + 2 * kv) * 64, hidden))
-    batch = make_batch(Batch, 1)
-    for pages, places, capacity in ((None, 2, 4096), (torch.arange(32, dtype=torch.int32).view(2, 16), 32, PAGE)):
-        batch.pages = pages
-        caches = make(places, kv, capacity, 64), make(places, kv, capacity, 64)
-        for bias in (None, make(len(packed.weight))):
-            q = kernels.project_heads(make(1, hidden), packed, HeadPrep(bias), rope, batch, caches)
-            assert q.shape == (1, heads, 64)
+def attend_beside_prompt(head: int, bucket: int) -> Body:
+    """Attention of a decode row and of a prompt's rows in one forward, over pages."""
+
+    def run(kernels: TritonKernels) -> None:
+        keys = make(16, 2, PAGE, head)
+        batch = Batch(bucket, CPU, pages=torch.zeros(2, 4, dtype=torch.int32))
+        batch.load(Step((Segment(0, 7, 1), Segment(1, 0, bucket - 1)), bucket), None)
+        kernels.prepare_step(batch)
+        assert batch.plan.apart == kernels.traits.capability.has_hopper_kernels
+        kernels.attend(make(bucket, 8, head), keys, keys, batch)
+
+    return run
 
 
 def attend_block(head: int, bucket: int, heads: int = 8, latent: int = 0) -> Body:

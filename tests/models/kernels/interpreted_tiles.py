@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from adapters.models.kernels.cuda.step_tiles import StepTiles, TileKind, TilePlanner
+from adapters.models.kernels.cuda.step_tiles import APART_ROWS, StepTiles, TileKind, TilePlanner
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from effects.ids import PAGE
@@ -21,6 +21,7 @@ def list_work(table: torch.Tensor) -> Work:
     """List what programs do: for each split of each tile, the rows and the slot whose pages are read."""
     work = Work()
     before = 0
+    assert table[-1, 4] == table[:, 4].max(), "programs read there how many splits there are"
     for row0, count, slot, first, ends, low, *_ in table.tolist():
         if first >= 0:
             rows = tuple(range(row0, row0 + count))
@@ -117,6 +118,45 @@ def check_windows() -> None:
             assert all(lows[rows[0]] <= split <= positions[rows[-1]] // PAGE for rows, _, split in work)
 
 
+def check_rows_apart() -> None:
+    """Every split of every row is computed once: of decode rows by tiles of their own, of others by chains."""
+    draw = random.Random(3)
+    cases = (
+        (1, [100]),
+        (15, [60, 1, 2, 70]),
+        (39, [130]),
+        (37, [1, 23, 170]),
+        (34, [26, 1, 90, 1]),
+        (30, [30, 1, 1, 1, 1, 1, 1, 90]),
+    )
+    for decode_rows, sizes in cases:
+        pages = make_pages([(len(sizes) + decode_rows, draw.randrange(MOST))])
+        starts = [draw.randrange(PAGE * MOST - 300) for _ in range(SLOTS)]
+        counts = ([1] * decode_rows + sizes)[:SLOTS]
+        segments = [Segment(slot, starts[slot], count) for slot, count in enumerate(counts)]
+        batch = Batch(256, CPU, pages=pages)
+        batch.load(Step(tuple(segments), 256), [0] * sum(counts))
+        batch.plan = StepTiles()
+        planner = TilePlanner(CPU, pdl=False, split=PAGE)
+        positions = [one.start + row for one in segments for row in range(one.count)]
+        first_rows = [sum(counts[:slot]) for slot in range(len(counts))]
+        own = [at for at, count in zip(first_rows, counts, strict=True) if count == 1 and at < APART_ROWS]
+        for shares in (False, True):
+            alone = list_work(planner.find_tiles(batch, TileKind(TILE, shares, apart="alone"), SLOTS))
+            assert {row for rows, _, _ in alone for row in rows} == {*own}
+            chains = list_work(planner.find_tiles(batch, TileKind(2 * TILE, apart="chains"), SLOTS))
+            done = [
+                (row, split) for rows, _, split in alone + chains for row in rows if split <= positions[row] // PAGE
+            ]
+            assert sorted(done) == sorted(
+                (row, split) for row, at in enumerate(positions) for split in range(at // PAGE + 1)
+            )
+        assert batch.plan.alone_positions.tolist() == [
+            positions[row] if row in own else -1 for row in range(APART_ROWS)
+        ]
+
+
 if __name__ == "__main__":
     check_shared_tiles()
     check_windows()
+    check_rows_apart()

@@ -66,7 +66,6 @@ FURTHER = {
 BF16 = torch.bfloat16
 HEADS = (64, 128, 256, 512)
 EXPERTS = ExpertsShape(8, 2, 256, is_normalized=True)
-CHOICES = ExpertsShape(64, 4, 256, is_normalized=True)
 SINKS = AttentionRule(window=128, sinks=torch.zeros(8))
 BODIES = {
     "products": compiled.multiply(BF16, 128, 4, 16, 64, 1024),
@@ -95,12 +94,12 @@ BODIES = {
         for name in ("int8", "int4")
     },
     "attention over pages": compiled.attend(128, 4, 64, paged=True),
+    "attention beside a prompt": compiled.attend_beside_prompt(128, 256),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention of one row with a window and sinks": compiled.attend(64, 1, rule=SINKS),
     "attention with a window over pages": compiled.attend(256, 4, 64, rule=AttentionRule(1024), paged=True),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
-    "a projection of one row that rotates": compiled.project_row,
     "attention of blocks": compiled.attend_block(128, 16),
     "attention of blocks over latents": compiled.attend_block(576, 4, 128, 512),
     "recurrent layers": compiled.advance_states(DeltaShape(2, 4, 128, 128), BF16, 4, 64, 1024),
@@ -114,8 +113,6 @@ BODIES = {
     "experts by sigmoids in float32": compiled.run_experts(
         SigmoidExpertsShape(8, 2, 256, is_normalized=True), torch.float32, 4, 64, 1024
     ),
-    "experts that products choose": compiled.run_experts(CHOICES, BF16, 1),
-    "experts in Q4_K that products choose": compiled.run_experts(CHOICES, BF16, 1, layout=Q4_K),
     "experts with biases": compiled.run_biased_experts,
     "experts of one row": compiled.run_row_of_experts,
     "rows": compiled.norm_and_gate,
@@ -175,7 +172,8 @@ def test_kernels_of_the_gated_delta_rule_hold_operands_in_one_way(value_size, ca
         layer = compiled.advance_states(DeltaShape(2, 4, 128, value_size), BF16, 4, 1024)
         layer(compiled.TritonKernels(compiled.CPU, traits=traits))
     widths = {(kernel.name, width) for kernel in found.kernels for width in read_operand_widths(kernel.form)}
-    assert widths == {(name, 2) for name in ("factor", "scan", "read_single_rows", "factor_and_read")}
+    names = ("factor", "scan", "factor_single_rows", "read_single_rows", "factor_and_read")
+    assert widths == {(name, 2) for name in names}
 
 
 @pytest.mark.long

@@ -219,6 +219,38 @@ def test_the_kernel_of_hopper_has_the_bits_of_the_one_for_every_gpu(kernels, sha
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel of Hopper's")
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 16, 64])
+def test_single_rows_of_any_number_of_slots_have_the_bits_of_the_kernels_for_every_gpu(kernels, shape, count):
+    """Slots are at the beginning of a chunk, within it and at its end, with and without a state. Some rows are padded.
+    In the second step, rows follow that the first one has kept.
+    """
+    plain = triton_delta.CudaDelta(DEVICE, True)
+    sequence = Rows(shape, torch.bfloat16)
+    states = [own.make_state(shape, count, 0, torch.bfloat16, DEVICE) for own in (kernels, plain)]
+    for tensor, other in zip(*(astuple(state, recurse=False) for state in states), strict=True):
+        tensor.copy_(normal(*tensor.shape, seed=tensor.dim()) / 10)
+        other.copy_(tensor)
+    starts = [(64, 0, 127, 95, 70)[slot] if slot < 5 else 37 * slot % 250 for slot in range(count)]
+    for ahead in range(2):
+        places = [start + ahead for start in starts]
+        rows = torch.tensor(places, device=DEVICE)
+        # A state that would have moved between the two steps is taken as it is.
+        bases = [place // 64 * 64 for place in places]
+        found = []
+        for own, state in zip((kernels, plain), states, strict=True):
+            batch = loaded(
+                count + 3, [Segment(slot, place, 1) for slot, place in enumerate(places)], bases, settles=False
+            )
+            batch.single = own is kernels
+            own.begin_body(f"test {ahead}", batch)
+            found.append(sequence.step(own, state, batch, rows))
+        assert same_bits(*found)
+        for ours, theirs in zip(*(astuple(state, recurse=False) for state in states), strict=True):
+            assert same_bits(ours, theirs)
+
+
 def fill(kernels, sequence: Rows, state: DeltaState, slot: int, length: int) -> None:
     """Bring a slot to the state behind the sequence's first rows, of which there may be none."""
     if not length:

@@ -189,33 +189,3 @@ def test_a_chunk_attends_to_unpacked_codes_with_the_bits_of_the_plain_kernel(mon
     assert placed == [min(fitting, kv)] * kernels.traits.capability.has_hopper_kernels
     assert found[0].isfinite().all()
     assert same_bits(*found)
-
-
-@pytest.mark.parametrize("position", [0, 1, 255, 256, 700, -1])
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_projection_that_rotates_has_the_bits_of_two_launches(position, paged, biased):
-    heads, kv, hidden, capacity, slots = 64, 8, 2880, 1024, 2
-    generator = make_generator(1, DEVICE)
-    kernels = triton_cuda.TritonKernels(DEVICE)
-    kernels.graphs.enabled = False
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, device=DEVICE)
-
-    angles = draw(capacity, 32)
-    rope = Rope(angles.cos(), angles.sin())
-    packed = kernels.pack((draw((heads + 2 * kv) * 64, hidden) * hidden**-0.5).bfloat16())
-    prep = HeadPrep(draw(len(packed.weight)).bfloat16() if biased else None)
-    batch = Batch(1, DEVICE)
-    batch.load(Step((Segment(1, position, 1),) if position >= 0 else (), 1), None)
-    count = slots * capacity // PAGE
-    batch.pages = torch.randperm(count, generator=generator, device=DEVICE).int().view(slots, -1) if paged else None
-    x = draw(1, hidden).bfloat16()
-    size = (count, kv, PAGE, 64) if paged else (slots, kv, capacity, 64)
-    found, expected = ([torch.zeros(size, device=DEVICE, dtype=torch.bfloat16) for _ in "kv"] for _ in range(2))
-    q = kernels.project_heads(x, packed, prep, rope, batch, (found[0], found[1]))
-    apart = kernels.rotate_store(kernels.linear(x, packed), prep, rope, batch, *expected)
-    assert same_bits(q, apart)
-    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
-    assert bool(expected[0].any()) == (position >= 0)

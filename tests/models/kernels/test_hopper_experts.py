@@ -44,7 +44,7 @@ def test_a_pair_is_one_chain_of_columns_whatever_the_number_of_programs(experts,
     launch(
         experts.multiply_pairs_ahead, (programs,), programs, Descriptor(w.view(-1, DEPTH), (64, 128)), Pointer(x),
         Pointer(out), *map(Pointer, dealt), COLUMNS, DEPTH, SHARE=SHARE, STEPS=3, STAGES=stages, BLOCK_M=8,
-        X_LAYOUT=None, GATED=gated, TILES=0, EXPERTS=0, ROUTES=False, EARLY=True, PDL=True, num_warps=4,
+        X_LAYOUT=None, GATED=gated, TILES=0, EXPERTS=0, EARLY=True, PDL=True, num_warps=4,
     )  # fmt: skip
     apply_gate = experts.store_pairs.__globals__["apply_gate"]
     for slot, own in TILES:

@@ -124,7 +124,7 @@ class DecoderLayer:
 
     width: columns of queries, keys and values in the projection. Gates may follow them. source: the layer whose keys
     and values it reads; None: it has its own. norms: the factors of norms over all query heads and over all key heads;
-    None where each head has its own, or none. gates: as in `LayerTraits`. is_bare: it projects heads alone.
+    None where each head has its own, or none. gates: as in `LayerTraits`.
     """
 
     frame: Frame
@@ -135,7 +135,6 @@ class DecoderLayer:
     ending: LayerEnding | None = None
     norms: tuple[Tensor, Tensor] | None = None
     gates: int = 0
-    is_bare: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -277,8 +276,7 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     sinks = read.wide(f"{attention}sinks") if traits.sinks else None
     frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
     rule = AttentionRule(traits.window, traits.cap, sinks)
-    bare = traits.source is None and norms is None and not (traits.gates or shape.output_gate)
-    return DecoderLayer(frame, prep, width, rule, traits.source, norms=norms, gates=traits.gates, is_bare=bare)
+    return DecoderLayer(frame, prep, width, rule, traits.source, norms=norms, gates=traits.gates)
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Delta | None) -> Tensor:

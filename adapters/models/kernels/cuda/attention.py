@@ -13,11 +13,11 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cuda.chains.chain_launch import attend_chain
+from adapters.models.kernels.cuda.chains.rows_apart import attend_decode_rows, has_decode_rows_first
 from adapters.models.kernels.cuda.chains.unpacked_codes import LEAST_ROWS, can_unpack, place_unpacked
 from adapters.models.kernels.cuda.descriptors import (
     AttentionArguments,
     CacheArguments,
-    Constants,
     cache_sizes,
     describe_cache,
     launch_options,
@@ -33,13 +33,15 @@ from adapters.models.kernels.cuda.split_attention import (
     HopperSplits,
     attend_row_window,
     has_row_window,
+    merge_partials,
 )
-from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
+from adapters.models.kernels.cuda.step_tiles import APART_ROWS, TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     AHEAD,
     AHEAD_QUERIES,
     CHAIN_AHEAD,
     CODED_AHEAD,
+    PLAIN_CHAIN,
     ROWS_AHEAD,
     SPLIT,
     choose_tiles,
@@ -100,6 +102,10 @@ class CudaAttention:
         is_chunk = batch.bucket >= LEAST_ROWS and not isinstance(batch, BlockBatch)
         return self.hopper and is_chunk and len(batch.segments) == 1
 
+    def attends_apart(self, batch: Batch) -> bool:
+        """Return whether decode rows attend apart from rows of prompts: the same for all steps of one graph."""
+        return self.hopper and has_decode_rows_first(batch)
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
         bucket, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
@@ -128,8 +134,8 @@ class CudaAttention:
         if ahead:
             of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
-        shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
-        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
+        kind = TileKind(of_tile, window=0 if chained else rule.window)
+        tiles = self.planner.find_tiles(batch, kind, slots, may_share=ahead and not rule.window and bucket > ALONE)
         limit = len(tiles)
         shape = {
             "HEADS": heads,
@@ -164,7 +170,7 @@ class CudaAttention:
             to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
         if not (ahead and batch.plan.merges):
-            self._merge((acc, sums, batch.positions, out, sinks, splits), joins | {"AT_ONCE": 16 if size <= 128 else 8})
+            merge_partials((acc, sums, batch.positions, out, sinks, splits), joins, self.pdl)
         return self._finish(out, head, v_cache)
 
     def _attend_chain(
@@ -172,7 +178,7 @@ class CudaAttention:
     ) -> Tensor | None:
         """Attend with many rows by a kernel of Hopper's; None: there is none for such rows. splits: of the keys."""
         _, heads, head = q.shape
-        out = None
+        out = self._attend_apart(q, caches, batch, rule, splits) if batch.plan.apart else None
         if batch.plan.unpacks and can_unpack(q, caches, rule):
             memory, _ = self._scratch(heads, splits, head)
             unpacked = place_unpacked(q, caches, batch, memory, self.planner, self.pdl)
@@ -181,16 +187,22 @@ class CudaAttention:
             out = attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl)
         return None if out is None else self._finish(out, head, caches[1])
 
+    def _attend_apart(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], batch: Batch, rule: AttentionRule, splits: int
+    ) -> Tensor | None:
+        """Attend with decode rows apart; None: there is no kernel for them, or no memory for their partials."""
+        _, heads, head = q.shape
+        can = self._can_run_ahead(q, caches[0], PLAIN_CHAIN) and not rule.window and rule.sinks is None
+        if not can or APART_ROWS * heads * splits * head * 4 > SCRATCH_BYTES:
+            return None
+        kv = cache_sizes(caches[0], batch)[1]
+        partials = (*self._scratch(heads, splits, head), self._partial_counts(kv))
+        out = attend_decode_rows(q, caches, batch, partials, self._usual, self.planner, self.processors, self.pdl)
+        return attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl, decode_rows=out)
+
     def _finish(self, out: Tensor, head: int, v_cache: Tensor) -> Tensor:
         turned = turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
         return turned.view(len(out), -1)
-
-    def _merge(self, given: tuple[Any, ...], constants: Constants) -> None:
-        """Merge partials, by a program for each row's head."""
-        bucket, heads, size = given[3].shape
-        options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **launch_options(1, self.pdl)}
-        options |= {"enable_fp_fusion": False, "maxnreg": 168}  # for all loads of a warp: fewer would be chosen
-        launch(attention.merge, (bucket, heads), *given, **options)
 
     def _can_run_ahead(self, q: Tensor, k_cache: Tensor, heads: Collection[int]) -> bool:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""

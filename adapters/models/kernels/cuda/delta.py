@@ -13,7 +13,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cuda import delta_launches
-from adapters.models.kernels.cuda.delta_launches import AT_ONCE, SingleRowArguments, WideArguments, describe_heads
+from adapters.models.kernels.cuda.delta_launches import AT_ONCE, WideArguments, describe_heads
 from adapters.models.kernels.cuda.delta_plan import FIELDS, ChunkPlan, FactorScratch, plan_advance
 from adapters.models.kernels.cuda.descriptors import LaunchArguments, describe_blocks, launch_options
 from adapters.models.kernels.interfaces.delta_interface import (
@@ -106,9 +106,8 @@ class CudaDelta:
     ) -> Tensor:
         if batch.single and self._can_read_single(convolved.dtype, weights.shape):
             tile = min(TILE, weights.shape.value_size)
-            registers = delta_launches.limit_registers(len(convolved))
-            wide: SingleRowArguments = {"TILE": tile, "maxnreg": registers, **self._wide_options(convolved)}
-            return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
+            options = self._wide_options(convolved)
+            return delta_launches.read_single_rows(convolved, gates, weights, state, batch, tile, options)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE
         out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles, holds=batch.holds)

@@ -7,18 +7,18 @@ import triton
 from torch import Tensor
 
 from adapters.models.kernels.cuda.descriptors import LaunchArguments
-from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.kernels.triton import delta_rows
 from adapters.models.kernels.triton.hopper import hopper_single
 from adapters.models.kernels.triton_launch import launch
 
 AT_ONCE = 8  # heads of a program that works on single rows
-APART_ROWS = 1  # single rows of a step of which each tile of values has a program
-# Of more single rows than this, programs have fewer registers than they would take, so that three of them run on one
-# processor and not two.
+# Of more single rows beside a prompt than this, programs have fewer registers than they would take, so that three of
+# them run on one processor and not two.
 FREE_ROWS = 4
 ROW_REGISTERS = 168
+READ_REGISTERS = 128  # of a thread that reads a row's tile of values: four programs run on one processor
 
 
 class WideArguments(LaunchArguments):
@@ -33,22 +33,15 @@ class WideArguments(LaunchArguments):
     num_stages: int
 
 
-class SingleRowArguments(WideArguments):
-    """The options of `read_single_rows`. TILE: values of a head that one program computes at a time. maxnreg: registers
-    of a thread; None: as many as it takes.
-    """
-
-    TILE: int
-    maxnreg: int | None
-
-
 def describe_heads(shape: DeltaShape) -> dict[str, int]:
     """Return the constants of kernels that say which heads there are."""
     return {"KEY_HEADS": shape.key_heads, "HEADS": shape.value_heads, "DK": shape.key_size, "DV": shape.value_size}
 
 
 def limit_registers(rows: int) -> int | None:
-    """Return the registers of a thread that works on one of so many single rows; None: there is no limit."""
+    """Return the registers of a thread that works on one of so many single rows beside a prompt; None: there is no
+    limit.
+    """
     return ROW_REGISTERS if rows > FREE_ROWS else None
 
 
@@ -58,17 +51,23 @@ def read_single_rows(
     weights: DeltaWeights,
     state: DeltaState,
     batch: StateBatch,
-    options: SingleRowArguments,
+    tile: int,
+    options: WideArguments,
 ) -> Tensor:
-    """Return what the rows of a step read that has one row of each slot (`StateBatch.single`)."""
+    """Return what the rows of a step read that has one row of each slot (`StateBatch.single`). tile: values of a head
+    that one program computes.
+    """
     shape = weights.shape
     rows = len(convolved)
-    out = torch.empty(rows, shape.value_heads, shape.value_size, device=convolved.device)
-    apart = rows <= APART_ROWS
-    tiles = shape.value_size // options["TILE"] if apart else 1
+    heads = shape.value_heads
+    sizes = describe_heads(shape)
+    scale = shape.key_size**-0.5
+    mix = torch.empty(rows, heads, options["PARTS"], CHUNK, dtype=torch.bfloat16, device=convolved.device)
+    lines = torch.empty(rows, heads, 2, CHUNK, device=convolved.device)
+    out = torch.empty(rows, heads, shape.value_size, device=convolved.device)
     launch(
-        hopper_single.read_single_rows,
-        (rows, shape.value_heads * tiles),
+        hopper_single.factor_single_rows,
+        (rows, heads),
         batch.slots,
         batch.positions,
         convolved,
@@ -77,12 +76,28 @@ def read_single_rows(
         state.decays,
         weights.rate,
         weights.dt_bias,
-        state.memory,
-        out,
+        mix,
+        lines,
         gates.stride(0),
-        shape.key_size**-0.5,
-        APART=apart,
-        **describe_heads(shape),
+        scale,
+        **sizes,
+        **options,
+    )
+    launch(
+        hopper_single.read_single_rows,
+        (rows, heads * (shape.value_size // tile)),
+        batch.slots,
+        batch.positions,
+        convolved,
+        state.keys,
+        state.memory,
+        mix,
+        lines,
+        out,
+        scale,
+        TILE=tile,
+        maxnreg=READ_REGISTERS,
+        **sizes,
         **options,
     )
     return out

@@ -3,8 +3,7 @@
 They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum, which the
 next norm may take over. There is one more for each of these: a gate that no product has built in, down tiles of another
 height, zeros for a missing correction, and gathering rows for a product of many packed pairs. A shared expert adds its
-own products. One row needs no tiles, and its products may choose the experts. Nothing waits for the host if all experts
-are on the device.
+own products. One row needs no tiles. Nothing waits for the host if all experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -33,13 +32,12 @@ from adapters.models.kernels.cuda.packed_groups import (
     multiply_packed_groups,
 )
 from adapters.models.kernels.cuda.row_launches import apply_gate
-from adapters.models.kernels.cuda.rows.expert_choice import ROUTED_COUNTS, ExpertChoice, choose_experts
+from adapters.models.kernels.cuda.rows.expert_choice import choose_experts
 from adapters.models.kernels.cuda.rows.row_sums import ExpertResults
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
     ChosenExperts,
     Experts,
-    ExpertsShape,
     GatedWeights,
     PackedProducts,
     run_feed_forward,
@@ -71,73 +69,44 @@ class CudaExperts:
         batch: Batch,
         deciding: Tensor | None = None,
     ) -> Tensor:
-        """Run x through a layer of experts. weights: see `_multiply_rows`. deciding: what the router reads in place of
-        x.
-        """
-        logits = kernels.linear(x if deciding is None else deciding, experts.router)
-        choice = choose_experts(logits, experts, batch.positions, self.pdl)
-        return self._multiply_rows(kernels, x, experts, weights, batch, choice).add_up()
+        """Run x through a layer of experts. weights: see `run_late`. deciding: what the router reads in place of x."""
+        return self.run_late(kernels, x, experts, weights, batch, deciding).add_up()
 
     def run_late(
-        self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch
-    ) -> ExpertResults:
-        """Do what `run_experts` does, but leave the sum to the next norm. All experts are on the device."""
-        logits = kernels.linear(x, experts.router)
-        if self._can_route(x, experts, weights):
-            choice = ExpertChoice(logits, None, routes=True)
-        else:
-            choice = choose_experts(logits, experts, batch.positions, self.pdl)
-        return self._multiply_rows(kernels, x, experts, weights, batch, choice)
-
-    def _can_route(self, x: Tensor, experts: Experts, weights: GatedWeights) -> bool:
-        """Return whether the kernels behind the router can choose the experts themselves: those of one row, by their
-        logits alone.
-        """
-        shape = experts.shape
-        is_plain = type(shape) is ExpertsShape and not shape.shared and experts.scales is None
-        is_known = is_plain and shape.count in ROUTED_COUNTS and x.dtype == torch.bfloat16
-        return is_known and weights.gate_up_bias is None and self._is_alone(x, experts, weights)
-
-    def _is_alone(self, x: Tensor, experts: Experts, weights: GatedWeights) -> bool:
-        """Return whether there is one row, whose products need no tiles."""
-        shape = experts.shape
-        tiles = (self.choose_tile(weight, shape.chosen, shape.count) for weight in (weights.gate_up, weights.down))
-        return len(x) == 1 and not isinstance(experts.each, ChosenExperts) and all(tile.is_few for tile in tiles)
-
-    def _multiply_rows(
         self,
         kernels: PackedProducts,
         x: Tensor,
         experts: Experts,
         weights: GatedWeights,
         batch: Batch,
-        choice: ExpertChoice,
+        deciding: Tensor | None = None,
     ) -> ExpertResults:
-        """Multiply rows with the weights of their experts, and of the shared one.
+        """Do what `run_experts` does, up to the sum.
 
         weights: of all slots, one behind the other, in `[slots, N, K]`. Where they have biases, a slot is the number
         of an expert.
         """
         shape = experts.shape
+        logits = kernels.linear(x if deciding is None else deciding, experts.router)
+        choice = choose_experts(logits, experts, batch.positions, self.pdl)
         chosen = choice.chosen
-        pairs = len(x) * shape.chosen
-        gate_tile = self.choose_tile(weights.gate_up, pairs, shape.count)
-        down_tile = self.choose_tile(weights.down, pairs, shape.count)
-        made = x.new_empty(pairs, x.shape[1])
-        if self._is_alone(x, experts, weights):
-            of_row = PairTiles.of_logits if choice.routes else PairTiles.of_row
-            dealt = of_row(chosen, shape)
-            inner = self._run_gates(x, weights, dealt, gate_tile, chosen, shape.chosen)
-            self.multiply_pairs(inner, weights.down, made, evolve(dealt, is_early=True), down_tile)
-        else:
-            for slots_by_expert in self._fetch_experts(experts, chosen):
-                dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
-                inner = self._run_gates(x, weights, dealt, gate_tile, chosen, shape.chosen)
-                if down_tile.pairs == gate_tile.pairs:
-                    dealt = evolve(dealt, is_early=True)
-                else:
-                    dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
-                self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
+        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
+        down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
+        made = x.new_empty(chosen.numel(), x.shape[1])
+        has_slots = isinstance(experts.each, ChosenExperts)
+        is_alone = len(x) == 1 and gate_tile.is_few and down_tile.is_few and not has_slots
+        for slots_by_expert in self._fetch_experts(experts, chosen):
+            dealt = (
+                PairTiles.of_row(chosen, shape.count)
+                if is_alone
+                else self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
+            )
+            inner = self._run_gates(x, weights, dealt, gate_tile, chosen)
+            if is_alone or down_tile.pairs == gate_tile.pairs:
+                dealt = evolve(dealt, is_early=True)
+            else:
+                dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
+            self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
         shared = None if experts.shared is None else run_feed_forward(kernels, x, experts.shared)
         return ExpertResults(made, shape, choice, weights.down_bias, shared, batch.positions, self.pdl)
 
@@ -173,9 +142,8 @@ class CudaExperts:
         dealt: PairTiles,
         tile: GroupTile | PackedGroupTile,
         chosen: Tensor,
-        share: int,
     ) -> Tensor:
-        """Return what the gates let through, `[pairs, I]`. chosen: the experts of each row, `share` many.
+        """Return what the gates let through, `[pairs, I]`. chosen: the experts of each row.
 
         Where the gate is no part of the product, every number is rounded where it is if experts are computed one by
         one, so the bits are the same.
@@ -183,8 +151,8 @@ class CudaExperts:
         part = find_only_part(weights.gate_up)
         columns = weights.gate_up.weight.shape[1] if part is None else part.outputs
         gated = weights.gate_up.gated
-        both = x.new_empty(len(x) * share, columns // 2 if gated else columns)
-        self.multiply_pairs(x, weights.gate_up, both, dealt, tile, share=share)
+        both = x.new_empty(chosen.numel(), columns // 2 if gated else columns)
+        self.multiply_pairs(x, weights.gate_up, both, dealt, tile, share=chosen.shape[1])
         return both if gated else apply_gate(weights.activation, both, weights.gate_up_bias, chosen, self.pdl)
 
     def multiply_heads(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -20,14 +20,13 @@ from adapters.models.kernels.activations import GATES, GELU, SILU
 from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
-from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
+from adapters.models.kernels.cuda.descriptors import LaunchArguments, cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.device_traits import DeviceTraits, read_traits
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.row_launches import add_norm, add_normed, apply_gate
-from adapters.models.kernels.cuda.rows.rotated_heads import can_project, project
 from adapters.models.kernels.cuda.rows.row_experts import RowExperts
 from adapters.models.kernels.cuda.step_tiles import StepTiles
 from adapters.models.kernels.cuda.tiles import KV_TILE, choose_piece, count_parts, round_up_to_power
@@ -53,6 +52,7 @@ from adapters.models.kernels.triton import rows
 from adapters.models.kernels.triton_launch import launch
 
 T = TypeVar("T")
+
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
 
@@ -202,6 +202,9 @@ class TritonKernels:
             return self.grouped_experts.run_late(self, x, experts, experts.each.weights, batch)
         return self.experts(x, experts, batch)
 
+    def _options(self, warps: int) -> LaunchArguments:
+        return launch_options(warps, self.pdl)
+
     def add_norm(
         self, residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
     ) -> Tensor:
@@ -217,13 +220,6 @@ class TritonKernels:
 
     def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
         return self._rotate(q, prep, rope, batch, (k_cache, k_cache), 0)
-
-    def project_heads(
-        self, x: Tensor, packed: Any, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        if self.traits.capability.has_hopper_kernels and can_project(x, packed, prep, rope, caches):
-            return project(x, packed, prep, rope, batch, caches, self.traits.shared, self.pdl)
-        return self.rotate_store(self.linear(x, packed), prep, rope, batch, *caches)
 
     def _rotate(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor], kv: int
@@ -282,7 +278,7 @@ class TritonKernels:
             LIMIT=0.0 if aside else LIMITS.get(form.dtype, 0.0),
             LEFT=left,
             enable_fp_fusion=not coded,  # so that codes are those that torch makes
-            **launch_options(4, self.pdl),
+            **self._options(4),
         )
         return keep_heads(q, batch, k_cache, v_cache, heads, kv, self.pdl) if aside else q
 
@@ -328,6 +324,7 @@ class TritonKernels:
         batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
         batch.plan.unpacks = self._attention.unpacks_codes(batch)
+        batch.plan.apart = self._attention.attends_apart(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         def run_planned() -> T:
@@ -343,7 +340,7 @@ class TritonKernels:
             batch.plan = StepTiles()
         merges = batch.plan.merges = batch.plan.merges and name in self._attention.planner.planned_bodies
         shares_memory = bool(piece) or name in ("held", "mixed")  # these run on one thread only, one after the other
-        key = (name, piece, batch.bucket, merges, batch.plan.unpacks)
+        key = (name, piece, batch.bucket, merges, batch.plan.unpacks, batch.plan.apart)
         return self.graphs.run(key, run_planned, shares_memory=shares_memory)
 
     def stop_recording(self) -> None:

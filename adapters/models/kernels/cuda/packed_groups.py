@@ -13,7 +13,6 @@ from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_opt
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix
 from adapters.models.kernels.cuda.packing.many_rows import divide_piece
 from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
-from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton.experts import deal
 from adapters.models.kernels.triton.hopper.hopper_groups import gather_rows, multiply_many_ahead
@@ -35,8 +34,7 @@ class PairTiles:
     """The assignment of pairs to experts, on the device, for the experts of one turn.
 
     is_early: it was made before the kernel before the product started. experts: there is one row, whose experts out of
-    so many are in all three tensors; 0: there are tiles. routes: `pairs` are the logits of that row, and each program
-    chooses the experts itself. The kernels of few pairs take any of these (`read_tile`).
+    so many are in all three tensors; 0: there are tiles. The kernels of few pairs take either (`read_tile`).
     """
 
     pairs: Tensor
@@ -44,26 +42,18 @@ class PairTiles:
     total: Tensor
     is_early: bool = False
     experts: int = 0
-    routes: bool = False
 
     @classmethod
-    def of_row(cls, chosen: Tensor, shape: ExpertsShape) -> PairTiles:
-        """Return what stands for the tiles of one row. chosen: int32 `[1, k]`."""
+    def of_row(cls, chosen: Tensor, experts: int) -> PairTiles:
+        """Return what stands for the tiles of one row. chosen: int32 `[1, k]`, out of so many experts."""
         own = chosen.view(-1)
-        return cls(own, own, own, experts=shape.count)
-
-    @classmethod
-    def of_logits(cls, logits: Tensor, shape: ExpertsShape) -> PairTiles:
-        """Return what stands for the tiles of one row whose experts no launch has chosen. logits: bfloat16 `[1, E]`."""
-        own = logits.view(-1)
-        tiles = own[: shape.chosen]  # as many as there are, and never read
-        return cls(own, tiles, tiles, experts=shape.count, routes=True)
+        return cls(own, own, own, experts=experts)
 
     @property
     def constants(self) -> dict[str, int]:
         """Return what a kernel of few pairs knows of tiles before it runs."""
         tiles = len(self.tiles) if self.experts else 0
-        return {"TILES": tiles, "EXPERTS": self.experts, "ROUTES": self.routes, "EARLY": self.is_early}
+        return {"TILES": tiles, "EXPERTS": self.experts, "EARLY": self.is_early}
 
 
 def deal_pairs(chosen: Tensor, slots_by_expert: Tensor | None, height: int, count: int, pdl: bool | None) -> PairTiles:

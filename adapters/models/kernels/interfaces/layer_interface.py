@@ -184,12 +184,6 @@ class Kernels(RowKernels, Protocol):
         """Multiply `[R, K]`: x @ weight.T, `[R, N]`, accumulated in float32 and rounded once."""
         ...
 
-    def project_heads(
-        self, x: Tensor, packed: Any, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Do what `linear` does with x `[R, D]`, and `rotate_store` with the result, perhaps in one launch."""
-        ...
-
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
@@ -198,8 +192,9 @@ class Kernels(RowKernels, Protocol):
         qkv: `[R, (H + 2 KV) hd]`, rows laid out `q heads | k heads | v heads`; they may be columns of a wider tensor.
         Heads go through `prep`, then q and k through half-split rotary at each row's position, over as much of the
         head as the tables cover. k and v are written at (slot, position). The returned q may be laid out in whatever
-        form `attend` reads fastest. If both caches are one tensor, rows have no values of their own: they are laid out
-        `q heads | k heads`.
+        form `attend` reads fastest.
+
+        If both caches are one tensor, rows have no values of their own: they are laid out `q heads | k heads`.
         """
         ...
 

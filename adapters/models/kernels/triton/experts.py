@@ -16,34 +16,40 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import apply_gate, load_tile
 
-# Below every key of a choice.
+# Below every key of a choice, of 64 bits and of 32.
 TAKEN = tl.constexpr(-(1 << 62))
+_TAKEN_SHORT = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
 def rank_experts(
     logits,
     scales,
-    total,
     COUNT: tl.constexpr,
     ACTIVE: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     NORMED: tl.constexpr,
     SCALED: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`.
 
-    total: the sum of all exponentials of how far a logit is below the greatest one.
+    SHORT: logits are bfloat16, whose lower halves say nothing, so a key has 32 bits. A warp finds the largest of such
+    numbers by one instruction.
     """
     e = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
     if SCALED:
         factors = tl.zeros((RANKS,), tl.float32) + 1.0
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
-    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
-    keys = tl.where(e < COUNT, keys, TAKEN)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    taken: tl.constexpr = _TAKEN_SHORT if SHORT else TAKEN
+    # Keys compare as the logits do, and all of them are different.
+    keys = ((ordered >> 16) << 16) + (0xFFFF - e) if SHORT else (ordered.to(tl.int64) << 16) - e
+    keys = tl.where(e < COUNT, keys, taken)
     peak = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - peak), 0)
     chosen = tl.zeros((RANKS,), tl.int32)
     weights = tl.zeros((RANKS,), tl.float32)
     added = 0.0
@@ -51,9 +57,13 @@ def rank_experts(
         best = tl.max(keys, 0)
         if SCALED:
             factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
-        keys = tl.where(keys == best, TAKEN, keys)
-        number = (-best) & 0xFFFF
-        ordered = ((best + number) >> 16).to(tl.int32)
+        keys = tl.where(keys == best, taken, keys)
+        if SHORT:
+            number = 0xFFFF - (best & 0xFFFF)
+            ordered = (best - (best & 0xFFFF)) | ((best >> 31) & 0xFFFF)
+        else:
+            number = (-best) & 0xFFFF
+            ordered = ((best + number) >> 16).to(tl.int32)
         logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         weight = tl.exp(logit - peak) / total
         added = added + weight
@@ -82,6 +92,7 @@ def choose(
     SHARED: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
+    SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the ACTIVE experts of one row and their weights, the most wanted first; of equals the lower number.
@@ -89,7 +100,7 @@ def choose(
     chosen: int32 `[R, ACTIVE]`, COUNT in padded rows, so that these belong to no expert. weights: float32 `[R,
     RANKS]`; behind those of the experts stands, if SHARED, the factor of the shared one. EXPERTS: COUNT rounded up to
     a power of two. BIASED: the logits of experts have biases, float32. SCALED: the weight of an expert is multiplied
-    with its scale, float32.
+    with its scale, float32. SHORT: see `rank_experts`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -108,8 +119,7 @@ def choose(
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
     if BIASED:
         logits = logits + bias
-    total = tl.sum(tl.exp(logits - tl.max(logits, 0)), 0)
-    chosen, weights = rank_experts(logits, scales, total, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED)
+    chosen, weights = rank_experts(logits, scales, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED, SHORT)
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)

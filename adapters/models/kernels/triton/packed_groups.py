@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
-from adapters.models.kernels.triton.hopper.rows.wanted_experts import find_wanted, pick_expert
 from adapters.models.kernels.triton.packed import (
     add_pieces,
     apply_gate,
@@ -39,27 +38,13 @@ def matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot):
 
 
 @gluon.jit
-def find_chosen(pairs_ptr, TILES: gl.constexpr, EXPERTS: gl.constexpr, ROUTES: gl.constexpr):
-    """Return the experts that one row goes through if ROUTES, and nothing otherwise: then `read_tile` finds them."""
-    found = ()
-    if ROUTES:
-        found = find_wanted(pairs_ptr, pairs_ptr, EXPERTS, TILES, False)
-    return found
+def read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS: gl.constexpr):
+    """Return where the weights of a tile are, its pairs, and how many.
 
-
-@gluon.jit
-def read_tile(chosen, pairs_ptr, tiles_ptr, tile, TILES: gl.constexpr, EXPERTS: gl.constexpr, ROUTES: gl.constexpr):
-    """Return where the weights of a tile are, its pairs, and how many. chosen: of `find_chosen`.
-
-    EXPERTS: there is one row, which goes through TILES out of so many, and `pairs` are the numbers of these experts. So
+    EXPERTS: there is one row, which chose each expert for one pair, and `pairs` are the numbers of these experts. So
     the pair of a tile is the tile's number. A padded row chose none, and reads the last one. 0: tiles were made.
-    ROUTES: `pairs` are the row's logits instead.
     """
-    if ROUTES:
-        slot = pick_expert(chosen, tile, TILES)
-        own_pairs = tile
-        count = 1
-    elif EXPERTS > 0:
+    if EXPERTS > 0:
         slot = gl.minimum(gl.load(pairs_ptr + tile), EXPERTS - 1)
         own_pairs = tile
         count = 1
@@ -167,7 +152,6 @@ def multiply_few(
     GATED: gl.constexpr,
     TILES: gl.constexpr,
     EXPERTS: gl.constexpr,
-    ROUTES: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -178,7 +162,7 @@ def multiply_few(
     Only the device knows how many tiles there are, so every program takes an equal share of all units, in order. It has
     the rows of its tile in shared memory. Each warp has the packed words of AHEAD blocks in registers or on their way
     there, also those of the next unit. WHOLE: see `_request`. TILES: how many there are; 0: only the device knows.
-    EXPERTS, ROUTES: see `read_tile`.
+    EXPERTS: see `read_tile`.
 
     EARLY: tiles were made before the kernel before this one started. Only then are weights requested while that kernel
     still runs.
@@ -207,9 +191,8 @@ def multiply_few(
     units = (TILES if TILES > 0 else gl.load(total_ptr)) * across
     begin = gl.program_id(0) * units // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
-    chosen = find_chosen(pairs_ptr, TILES, EXPERTS, ROUTES)
     for tile in range(begin // across, gl.cdiv(end, across)):
-        slot, own_pairs, count = read_tile(chosen, pairs_ptr, tiles_ptr, tile, TILES, EXPERTS, ROUTES)
+        slot, own_pairs, count = read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS)
         matrix = matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         start = gl.maximum(begin - tile * across, 0)
         stop = gl.minimum(end - tile * across, across)

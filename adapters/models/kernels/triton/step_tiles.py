@@ -54,6 +54,24 @@ def _clear_unused(tiles_ptr, used, splits, tile_limit, ROWS: tl.constexpr):
     tl.store(tiles_ptr + i * 8 + 4, tl.zeros((ROWS,), tl.int32) + splits, unused)
 
 
+@triton.jit
+def _are_alone(slots_ptr, positions_ptr, i, bucket, APART: tl.constexpr):
+    """Is row i, one of the first APART rows, the only one of its slot?"""
+    position = tl.load(positions_ptr + i, i < bucket, -1).to(tl.int32)
+    follows = _continues(slots_ptr, positions_ptr, i, bucket)
+    goes_on = _continues(slots_ptr, positions_ptr, i + 1, bucket)
+    return (i < APART) & (position >= 0) & ~follows & ~goes_on
+
+
+@triton.jit(do_not_specialize=["bucket"])
+def find_rows_alone(slots_ptr, positions_ptr, found_ptr, bucket, ROWS: tl.constexpr):
+    """Write the positions of the first ROWS rows that are the only ones of their slot, and -1 for the others."""
+    i = tl.arange(0, ROWS)
+    position = tl.load(positions_ptr + i, i < bucket, -1)
+    alone = _are_alone(slots_ptr, positions_ptr, i, bucket, ROWS)
+    tl.store(found_ptr + i, tl.where(alone, position, -1))
+
+
 @triton.jit(do_not_specialize=["bucket", "tile_limit"])
 def plan_tiles(
     slots_ptr,
@@ -65,8 +83,13 @@ def plan_tiles(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr = 0,
+    APART: tl.constexpr = 0,
+    ALONE: tl.constexpr = False,
 ):
     """Cut the step's rows into tiles of at most TILE consecutive positions of one slot (or of padded rows).
+
+    APART: 0, or one of two kinds of rows has tiles: those of the first APART that are the only ones of their slot
+    (ALONE), or all others.
 
     WINDOW: keys that a row sees, up to and including its own; 0: all. A tile has the splits that one of its rows sees.
     """
@@ -74,6 +97,10 @@ def plan_tiles(
     position = tl.load(positions_ptr + i, i < bucket, -1).to(tl.int32)
     slot = tl.load(slots_ptr + i, i < bucket, 0).to(tl.int32)
     opens, closes, first = _cut_rows(slots_ptr, positions_ptr, bucket, TILE, ROWS)
+    if APART > 0:
+        alone = _are_alone(slots_ptr, positions_ptr, i, bucket, APART)
+        opens = opens & (alone == ALONE)
+        closes = closes & (alone == ALONE)
     tile = tl.cumsum(opens.to(tl.int32), 0) - 1
     lowest = (lowest_key(position - (i - first), WINDOW) if WINDOW > 0 else i * 0) // SPLIT
     splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT - lowest, 0), 0)
@@ -119,6 +146,7 @@ def plan_shared_tiles(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    APART: tl.constexpr = 0,
 ):
     """Do the same as `plan_tiles`, with one more tile for rows whose slots begin with the same pages of SPLIT rows.
 
@@ -127,6 +155,7 @@ def plan_shared_tiles(
     own for the splits behind them, at least for the one that it is in itself. Neighbours are in one chain if they have
     at least half as many pages in common as the neighbours that have most: a few pages of another family of sequences
     must not cut short what a family has in common.
+    APART: only rows of the first APART that are the only ones of their slot have tiles.
     """
     i = tl.arange(0, ROWS)
     inside = i < bucket
@@ -135,9 +164,15 @@ def plan_shared_tiles(
     before = tl.load(positions_ptr + i - 1, inside & (i > 0), -1).to(tl.int32)
     slot_before = tl.load(slots_ptr + i - 1, inside & (i > 0), 0).to(tl.int32)
     opens, closes, first = _cut_rows(slots_ptr, positions_ptr, bucket, TILE, ROWS)
+    if APART > 0:
+        alone = _are_alone(slots_ptr, positions_ptr, i, bucket, APART)
+        opens = opens & alone
+        closes = closes & alone
     joined = _continues(slots_ptr, positions_ptr, i - 1, bucket) | _continues(slots_ptr, positions_ptr, i, bucket)
     joined = joined | _continues(slots_ptr, positions_ptr, i + 1, bucket)
     two = inside & (i > 0) & ~joined & (position >= 0) & (before >= 0) & (slot != slot_before)
+    if APART > 0:
+        two = two & alone
     most = tl.where(two, tl.minimum(position, before) // SPLIT, 0)
     common = _count_common_pages(slot, slot_before, pages_ptr, slot_pages, most, COLUMNS)
 

@@ -25,16 +25,22 @@ def attend_chain(
     unread: Tensor,
     planner: TilePlanner,
     pdl: bool | None,
+    *,
+    decode_rows: Tensor | None = None,
 ) -> Tensor:
-    """Return what queries `[rows, H, HEAD]` attend to. Arguments: see `choose_chain`."""
-    out = torch.empty_like(q)
+    """Return what queries `[rows, H, HEAD]` attend to. Arguments: see `choose_chain`.
+
+    decode_rows: the result, if decode rows are written in it (`CudaAttention.attends_apart`). The others are added.
+    """
+    out = torch.empty_like(q) if decode_rows is None else decode_rows
     _, heads, head = q.shape
     slots, kv, capacity = cache_sizes(caches[0], batch)
     group = heads // kv
     choice = choose_chain(q, caches, rule, unread)
     at_once = 64 * choice.consumers  # heads of a program
     parts = group // gcd(group, at_once)  # programs of a tile, which no row crosses
-    tiles = planner.find_tiles(batch, TileKind(at_once * parts // group), slots)
+    kind = TileKind(at_once * parts // group, apart="" if decode_rows is None else "chains")
+    tiles = planner.find_tiles(batch, kind, slots)
     launch(
         choice.kernel,
         (len(tiles) * parts * kv,),

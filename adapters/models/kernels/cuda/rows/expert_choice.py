@@ -1,4 +1,4 @@
-"""The choice of experts on a CUDA device: by a launch of its own, or by the kernels behind the router."""
+"""The choice of experts on a CUDA device, and its launch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from adapters.models.kernels.triton.experts import choose
 from adapters.models.kernels.triton.grouped_choice import choose_in_groups
 from adapters.models.kernels.triton_launch import launch
 
-# Numbers of experts of which `add_up_norm` adds up the exponentials in the order of `choose`, that each warp can choose
-# from, and that were compared.
-ROUTED_COUNTS = (32, 64, 128, 256)
-
 
 @frozen(eq=False)
 class ExpertChoice:
     """The experts of rows, int32 `[R, k]`, and their weights, float32 `[R, n]`, as `choose_experts` returns them.
 
-    routes: kernels choose the experts of a step's one row themselves. Then `chosen` are its logits `[1, E]`, and
-    `weights` a correction, float32 `[E]`; None: there is no correction.
+    routes: the kernels behind the router choose the experts of a step's one row themselves (`row_experts`). Then
+    `chosen` are its logits `[1, E]`, and `weights` their correction, float32 `[E]`.
     """
 
     chosen: Tensor
-    weights: Tensor | None
+    weights: Tensor
     routes: bool = False
 
 
@@ -84,6 +80,7 @@ def choose_experts(logits: Tensor, experts: Experts, positions: Tensor, pdl: boo
         SHARED=shape.gates_shared,
         BIASED=correction is not None,
         SCALED=scales is not None,
+        SHORT=logits.dtype == torch.bfloat16 and correction is None,
         **launch_options(1, pdl),
     )
     return ExpertChoice(chosen, shares)

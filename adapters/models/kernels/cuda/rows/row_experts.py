@@ -24,9 +24,8 @@ from adapters.models.kernels.interfaces.experts_interface import (
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton.hopper.rows.row_experts import ROWS, multiply_row
+from adapters.models.kernels.triton.hopper.rows.wanted_experts import MOST_EXPERTS
 from adapters.models.kernels.triton_launch import launch
-
-_MOST_EXPERTS = 32  # as many as a warp has lanes
 
 
 @define(eq=False)
@@ -46,7 +45,7 @@ class RowExperts:
         each = experts.each
         if not self.hopper or len(x) != 1 or not isinstance(each, StackedExperts):
             return False
-        has_choice = type(shape) is BiasedExpertsShape and shape.is_normalized and shape.count <= _MOST_EXPERTS
+        has_choice = type(shape) is BiasedExpertsShape and shape.is_normalized and shape.count <= MOST_EXPERTS
         weights = each.weights
         parts = find_only_part(weights.gate_up), find_only_part(weights.down)
         is_known = has_choice and experts.scales is None and weights.activation == CLAMPED

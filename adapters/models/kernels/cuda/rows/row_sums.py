@@ -33,7 +33,6 @@ class ExpertResults:
     def add_up(self) -> Tensor:
         """Return the sums, `[R, D]`. Padded rows are zeros."""
         assert not self.choice.routes
-        assert self.choice.weights is not None
         pairs, width = self.made.shape
         rows = pairs // self.shape.chosen
         out = self.made.new_empty(rows, width)
@@ -75,14 +74,14 @@ class ExpertResults:
         shape = self.shape
         choice = self.choice
         unused = self.made  # in place of what there is not, and never read
-        ranks = shape.chosen if choice.weights is None or choice.routes else choice.weights.shape[1]
+        ranks = shape.chosen if choice.routes else choice.weights.shape[1]
         launch(
             add_up_norm,
             (rows,),
             self.made,
             unused if self.bias is None else self.bias,
             choice.chosen,
-            unused if choice.weights is None else choice.weights,
+            choice.weights,
             unused if self.shared is None else self.shared,
             self.positions,
             residual,
@@ -96,7 +95,6 @@ class ExpertResults:
             RANKS=round_up_to_power(ranks),
             ROUTES=choice.routes,
             NORMED=shape.is_normalized,
-            CORRECTED=choice.routes and choice.weights is not None,
             SHARED=self.shared is not None,
             BIASED=self.bias is not None,
             NORMS=weight is not None,

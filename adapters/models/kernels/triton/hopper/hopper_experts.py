@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.barriers import program_barrier
 from adapters.models.kernels.triton.hopper.hopper_products import bring
-from adapters.models.kernels.triton.packed_groups import find_chosen, number_pairs, read_tile, store_pairs
+from adapters.models.kernels.triton.packed_groups import number_pairs, read_tile, store_pairs
 
 
 @gluon.jit
@@ -51,7 +51,6 @@ def multiply_pairs_ahead(
     GATED: gl.constexpr,
     TILES: gl.constexpr,
     EXPERTS: gl.constexpr,
-    ROUTES: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -61,7 +60,7 @@ def multiply_pairs_ahead(
 
     STEPS: blocks of all columns. X_LAYOUT: of blocks of x in shared memory. EARLY: tiles were made before the kernel
     before this one started. Only then are weights requested while that kernel still runs. TILES: how many there are; 0:
-    only the device knows. EXPERTS, ROUTES: see `read_tile`.
+    only the device knows. EXPERTS: see `read_tile`.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
@@ -84,9 +83,8 @@ def multiply_pairs_ahead(
     end = (gl.program_id(0) + 1) * units // gl.num_programs(0)
     here = 0
     turn = 0
-    chosen = find_chosen(pairs_ptr, TILES, EXPERTS, ROUTES)
     for tile in range(begin // across, gl.cdiv(end, across)):
-        slot, own_pairs, count = read_tile(chosen, pairs_ptr, tiles_ptr, tile, TILES, EXPERTS, ROUTES)
+        slot, own_pairs, count = read_tile(pairs_ptr, tiles_ptr, tile, EXPERTS)
         start = gl.maximum(begin - tile * across, 0)
         stop = gl.minimum(end - tile * across, across)
         first = slot * columns + start * BLOCK_N

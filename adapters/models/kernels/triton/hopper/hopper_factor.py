@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adapters.models.kernels.triton.delta_factor import BLOCK, CHUNK, _product
+from adapters.models.kernels.triton.delta_factor import BLOCK, CHUNK, _product, _transpose_parts
 
 
 @triton.jit
@@ -176,3 +176,22 @@ def _factor_rows(k, k_turned, g, beta, rows, INPUTS: tl.constexpr, PARTS: tl.con
     decay = tl.exp(g[:, None] - g[None, :])  # above the diagonal it may be infinite, and is not used
     kk = _product(k, k_turned, tl.zeros((CHUNK, CHUNK), tl.float32), INPUTS, INPUTS, PARTS)
     return _inverse(tl.where(i[:, None] > i[None, :], beta[:, None] * decay * kk, 0.0), rows, PARTS)
+
+
+@triton.jit
+def _mix_row(query_ptr, k, g, g_own, beta, old, scale, DK: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the query of row `old` of a chunk in parts, and its row of P T in parts, each repeated in 16 rows.
+
+    k: the chunk's keys in parts. g: its sums of decays. g_own: that of row `old`. The smallest product has 16 rows,
+    which are all the one row that reads.
+    """
+    i = tl.arange(0, CHUNK)
+    exists = i <= old
+    k_turned = _transpose_parts(k, INPUTS)
+    left, right = _factor_rows(k, k_turned, g, beta, old + 1, INPUTS, PARTS)
+    t_parts = _split(_hide_origin(_unite(left, right)), PARTS)
+    q = _split(tl.broadcast_to(tl.load(query_ptr)[None, :], (BLOCK, DK)), INPUTS)
+    decayed = tl.where(exists, tl.exp(tl.where(exists, g_own - g, 0.0)), 0.0)
+    none = tl.zeros((BLOCK, CHUNK), tl.float32)
+    p = decayed[None, :] * (_product(q, k_turned, none, INPUTS, INPUTS, PARTS) * scale)
+    return q, _split(_product(_split(p, PARTS), t_parts, none, PARTS, PARTS, PARTS), PARTS)

@@ -21,82 +21,6 @@ _apply_gate = gluon.jit(linear.apply_gate.fn)
 bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9 has renamed it
 
 
-@gluon.jit
-def request_weights(w_desc, x_desc, n0, depth, STAGES: gl.constexpr):
-    """Make rings for STAGES blocks of a weight and of x, and request the first blocks of the weight's rows from n0 on.
-
-    Return both rings, and barriers that tell when a block of both has arrived.
-    """
-    dtype: gl.constexpr = w_desc.dtype
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
-    BYTES: gl.constexpr = (BLOCK_N + BLOCK_M) * BLOCK_K * dtype.primitive_bitwidth // 8
-    w_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(STAGES):
-        mbarrier.init(come.index(at), count=1)
-    steps = gl.cdiv(depth, BLOCK_K)
-    for at in gl.static_range(STAGES):
-        mbarrier.expect(come.index(at), BYTES, pred=at < steps)
-        bring(w_desc, [n0, at * BLOCK_K], come.index(at), w_ring.index(at), pred=at < steps)
-    return w_ring, x_ring, come
-
-
-@gluon.jit
-def multiply_requested(
-    w_desc,
-    x_desc,
-    rings,
-    n0,
-    m0,
-    depth,
-    STAGES: gl.constexpr,
-    BESIDE: gl.constexpr,
-    TALL_ROWS: gl.constexpr,
-    PDL: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Return the sums of a block of the weight's rows and the rows of x from m0 on. rings: of `request_weights`.
-    BESIDE, TALL_ROWS: see `linear_ahead`.
-    """
-    dtype: gl.constexpr = w_desc.dtype
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
-    BYTES: gl.constexpr = (BLOCK_N + BLOCK_M) * BLOCK_K * dtype.primitive_bitwidth // 8
-    SHAPE: gl.constexpr = [BLOCK_M, BLOCK_N] if TALL_ROWS else [BLOCK_N, BLOCK_M]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, SHAPE[1], 16])
-    w_ring, x_ring, come = rings
-    steps = gl.cdiv(depth, BLOCK_K)
-    if PDL:
-        gdc_launch_dependents()
-        if not BESIDE:
-            gdc_wait()
-    for at in gl.static_range(STAGES):
-        bring(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
-    acc = gl.zeros(SHAPE, gl.float32, layout=MMA)
-    here = 0
-    turn = 0
-    for step in range(steps):
-        mbarrier.wait(come.index(here), turn)
-        if TALL_ROWS:
-            adding = warpgroup_mma(x_ring.index(here), w_ring.index(here).permute((1, 0)), acc, is_async=True)
-        else:
-            adding = warpgroup_mma(w_ring.index(here), x_ring.index(here).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(adding,))  # the memory of the step before is free now
-        free = gl.where(here == 0, STAGES - 1, here - 1)
-        coming = step - 1 + STAGES
-        more = (step > 0) & (coming < steps)
-        mbarrier.expect(come.index(free), BYTES, pred=more)
-        bring(w_desc, [n0, coming * BLOCK_K], come.index(free), w_ring.index(free), pred=more)
-        bring(x_desc, [m0, coming * BLOCK_K], come.index(free), x_ring.index(free), pred=more)
-        turn = gl.where(here == STAGES - 1, turn ^ 1, turn)
-        here = gl.where(here == STAGES - 1, 0, here + 1)
-    return warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-
-
 @gluon.jit(do_not_specialize=["rows"])
 def linear_ahead(
     w_desc,
@@ -126,11 +50,47 @@ def linear_ahead(
     """
     dtype: gl.constexpr = w_desc.dtype
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_M) * BLOCK_K * dtype.primitive_bitwidth // 8
+    SHAPE: gl.constexpr = [BLOCK_M, BLOCK_N] if TALL_ROWS else [BLOCK_N, BLOCK_M]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, SHAPE[1], 16])
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
-    rings = request_weights(w_desc, x_desc, n0, depth, STAGES)
-    acc = multiply_requested(w_desc, x_desc, rings, n0, m0, depth, STAGES, BESIDE, TALL_ROWS, PDL, num_warps)
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(come.index(at), count=1)
+    steps = gl.cdiv(depth, BLOCK_K)
+    for at in gl.static_range(STAGES):
+        mbarrier.expect(come.index(at), BYTES, pred=at < steps)
+        bring(w_desc, [n0, at * BLOCK_K], come.index(at), w_ring.index(at), pred=at < steps)
+    if PDL:
+        gdc_launch_dependents()
+        if not BESIDE:
+            gdc_wait()
+    for at in gl.static_range(STAGES):
+        bring(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
+    acc = gl.zeros(SHAPE, gl.float32, layout=MMA)
+    here = 0
+    turn = 0
+    for step in range(steps):
+        mbarrier.wait(come.index(here), turn)
+        if TALL_ROWS:
+            adding = warpgroup_mma(x_ring.index(here), w_ring.index(here).permute((1, 0)), acc, is_async=True)
+        else:
+            adding = warpgroup_mma(w_ring.index(here), x_ring.index(here).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(adding,))  # the memory of the step before is free now
+        free = gl.where(here == 0, STAGES - 1, here - 1)
+        coming = step - 1 + STAGES
+        more = (step > 0) & (coming < steps)
+        mbarrier.expect(come.index(free), BYTES, pred=more)
+        bring(w_desc, [n0, coming * BLOCK_K], come.index(free), w_ring.index(free), pred=more)
+        bring(x_desc, [m0, coming * BLOCK_K], come.index(free), x_ring.index(free), pred=more)
+        turn = gl.where(here == STAGES - 1, turn ^ 1, turn)
+        here = gl.where(here == STAGES - 1, 0, here + 1)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
     pairs = gl.convert_layout(acc.permute((1, 0)) if TALL_ROWS else acc, PAIRS)
     if GATED:

@@ -137,7 +137,7 @@ def multiply_row(
     end = (gl.program_id(0) + 1) * (TILES * ACROSS) // gl.num_programs(0)
     if PDL and GATE:
         gdc_wait()
-    wanted = find_wanted(logits_ptr, correction_ptr, EXPERTS, TILES, True)
+    wanted = find_wanted(logits_ptr, correction_ptr, EXPERTS, TILES)
     for tile in range(begin // ACROSS, gl.cdiv(end, ACROSS)):
         expert = pick_expert(wanted, tile, TILES).to(gl.int64)
         matrix = (words_ptr + expert * words_apart, levels_ptr + expert * levels_apart)

@@ -1,6 +1,6 @@
 """The sums over the experts of rows, with the norm behind them, in one launch. It serves every device.
 
-No launch stores the choice of a step's one row: see `wanted_experts`. Then this kernel makes it again, with the weights
+Where no launch has stored the choice of a step's one row (`wanted_experts`), this kernel makes it again for the weights
 of the experts.
 """
 
@@ -21,27 +21,7 @@ def _multiply_alone(a, b):
 
 
 @triton.jit
-def _add_in_one_warp(numbers, COUNT: tl.constexpr):
-    """Return the sum of `[COUNT]` numbers, none negative, in the order of `experts.choose`, which has one warp.
-
-    The neighbours of a lane come first, then lanes are added crosswise.
-    """
-    if COUNT > 32:
-        own: tl.constexpr = COUNT // 32
-        place = tl.arange(0, own)[None, :]
-        by_lane = tl.reshape(numbers, (32, own))
-        total = tl.sum(tl.where(place == 0, by_lane, 0.0), 1)
-        for number in tl.static_range(1, own):
-            total += tl.sum(tl.where(place == number, by_lane, 0.0), 1)
-        for half in tl.static_range(4, 0, -1):
-            total = tl.sum(tl.reshape(total, (2, 1 << half)), 0)
-    else:
-        total = numbers
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def add_up_norm(  # noqa: C901 - branches of constants
+def add_up_norm(
     made_ptr,
     bias_ptr,
     chosen_ptr,
@@ -59,7 +39,6 @@ def add_up_norm(  # noqa: C901 - branches of constants
     RANKS: tl.constexpr,
     ROUTES: tl.constexpr,
     NORMED: tl.constexpr,
-    CORRECTED: tl.constexpr,
     SHARED: tl.constexpr,
     BIASED: tl.constexpr,
     NORMS: tl.constexpr,
@@ -70,10 +49,10 @@ def add_up_norm(  # noqa: C901 - branches of constants
     """Add up the results of a row's experts as `experts.add_up` does, and do what `rows.add_norm` does with the sum.
     One program, one row.
 
-    ROUTES: there is one row. `chosen` are its logits, of COUNT experts. If CORRECTED, `weights`, float32, are added to
-    them. The choice is that of `experts.choose`, which has NORMED. BIASED: as in `add_up`, and the choice is made here.
-    NORMS: the norm is wanted, too. All but the sum is done while the products of experts still run. Products with
-    weights are fused with sums in a norm, but not in the sum over experts.
+    ROUTES: there is one row. `chosen` are its logits, of COUNT experts, and `weights`, float32, is added to them. The
+    choice is made here, as by `experts.choose`, and results have no biases. BIASED: as in `add_up`. NORMS: the norm is
+    wanted, too. All but the sum is done while the products of experts still run. Products with weights are fused with
+    sums in a norm, but not in the sum over experts.
     """
     if PDL:
         gdc_launch_dependents()
@@ -88,10 +67,8 @@ def add_up_norm(  # noqa: C901 - branches of constants
     if ROUTES:
         e = tl.arange(0, EXPERTS)
         logits = tl.load(chosen_ptr + e, e < COUNT, float("-inf")).to(tl.float32)
-        if CORRECTED:
-            logits = logits + tl.load(weights_ptr + e, e < COUNT, 0.0)
-        total = _add_in_one_warp(tl.exp(logits - tl.max(logits, 0)), EXPERTS)
-        chosen, weights = rank_experts(logits, logits, total, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, False)
+        logits = logits + tl.load(weights_ptr + e, e < COUNT, 0.0)
+        _, weights = rank_experts(logits, logits, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, False, False)
     shares = ()
     biases = ()
     for r in tl.static_range(ACTIVE + (1 if SHARED else 0)):
@@ -99,10 +76,8 @@ def add_up_norm(  # noqa: C901 - branches of constants
         shares = shares + (share,)  # noqa: RUF005 - Triton knows no other way
     if BIASED:
         for r in tl.static_range(ACTIVE):
-            found = (
-                tl.sum(tl.where(rank == r, chosen, 0), 0) if ROUTES else tl.load(chosen_ptr + row * ACTIVE + r, real, 0)
-            )
-            own = found.to(tl.int64) * width
+            expert = tl.load(chosen_ptr + row * ACTIVE + r, real, 0)
+            own = expert.to(tl.int64) * width
             biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
     if PDL:
         gdc_wait()
