@@ -48,7 +48,7 @@ CODED_AHEAD = {
 # For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
 # heads of 256 take all of it, and have eight warps. Those of heads of 512 have half of a value's columns.
 AHEAD = {
-    64: {"K_STAGES": 4, "V_STAGES": 3},
+    64: {"K_STAGES": 4, "V_STAGES": 4},
     128: {"K_STAGES": 4, "V_STAGES": 3},
     256: {"K_STAGES": 3, "V_STAGES": 3},
     512: {"K_STAGES": 3, "V_STAGES": 3},

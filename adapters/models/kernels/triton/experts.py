@@ -16,9 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import apply_gate, load_tile
 
-# Below every key of a choice, of 64 bits and of 32.
+# Below every key of a choice.
 TAKEN = tl.constexpr(-(1 << 62))
-_TAKEN_SHORT = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def rank_experts(
         factors = tl.zeros((RANKS,), tl.float32) + 1.0
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    taken: tl.constexpr = _TAKEN_SHORT if SHORT else TAKEN
+    taken: tl.constexpr = -(1 << 31) if SHORT else TAKEN
     # Keys compare as the logits do, and all of them are different.
     keys = ((ordered >> 16) << 16) + (0xFFFF - e) if SHORT else (ordered.to(tl.int64) << 16) - e
     keys = tl.where(e < COUNT, keys, taken)
@@ -58,12 +57,8 @@ def rank_experts(
         if SCALED:
             factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
         keys = tl.where(keys == best, taken, keys)
-        if SHORT:
-            number = 0xFFFF - (best & 0xFFFF)
-            ordered = (best - (best & 0xFFFF)) | ((best >> 31) & 0xFFFF)
-        else:
-            number = (-best) & 0xFFFF
-            ordered = ((best + number) >> 16).to(tl.int32)
+        number = 0xFFFF - (best & 0xFFFF) if SHORT else (-best) & 0xFFFF
+        ordered = (best & -0x10000) | ((best >> 31) & 0xFFFF) if SHORT else ((best + number) >> 16).to(tl.int32)
         logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         weight = tl.exp(logit - peak) / total
         added = added + weight
