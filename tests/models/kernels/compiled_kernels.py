@@ -271,7 +271,11 @@ def run_experts(
         correction = make(shape.count, dtype=torch.float32) if isinstance(shape, SigmoidExpertsShape) else None
         experts = Experts(shape, router, each, None, correction=correction)
         for bucket in buckets:
-            kernels.experts(make(bucket, hidden, dtype=dtype), experts, make_batch(Batch, bucket))
+            x, batch = make(bucket, hidden, dtype=dtype), make_batch(Batch, bucket)
+            kernels.experts(x, experts, batch)
+            late = kernels.experts_late(x, experts, batch)
+            kernels.add_norm(x, late, make(hidden, dtype=dtype), 1e-5)
+            add_delta(x, late)
 
     return run
 

@@ -10,10 +10,17 @@ from attrs import evolve
 from adapters.models.kernels.activations import CLAMPED, GELU, SILU
 from adapters.models.kernels.cuda.device_traits import INTERPRETER, DeviceTraits
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.rows.expert_choice import choose_experts as choose_in_triton
 from adapters.models.kernels.cuda.tiles import H200_SHARED
 from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interfaces.experts_interface import BiasedExpertsShape, Experts, ExpertsShape, GatedWeights
+from adapters.models.kernels.interfaces.experts_interface import (
+    BiasedExpertsShape,
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    choose_experts,
+)
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 
@@ -39,9 +46,23 @@ def check_experts() -> None:
     """Every activation, with biases and scales, and a router that reads other rows. Weights are read by descriptors and
     by pointers.
     """
+    check_choice()
     ampere = DeviceTraits(CudaCapability(8, 0), 4, H200_SHARED)
     for traits in (INTERPRETER, ampere):
         check_activations(TritonKernels(CPU, pdl=False, traits=traits))
+
+
+def check_choice() -> None:
+    """Logits of bfloat16 are compared by keys of 32 bits. Some are equal, zero with either sign, or negative alone."""
+    for count in (11, 128, 512):
+        shape = ExpertsShape(count, 8, INNER, is_normalized=True, shared=1)
+        logits = random(BUCKET, count + 1, seed=count).bfloat16()
+        logits[3, :9], logits[4, ::2], logits[4, 1::2], logits[5] = 2.0, 0.0, -0.0, -1.5
+        logits[6], logits[7] = logits[6].sign(), -logits[7].abs()
+        expected, weights = choose_experts(logits[:, :count].float().contiguous(), shape)
+        found = choose_in_triton(logits, Experts(shape, None, (), None), torch.arange(BUCKET), None)
+        assert torch.equal(found.chosen.long(), expected), count
+        torch.testing.assert_close(found.weights[:, :8], weights)
 
 
 def check_activations(kernels: TritonKernels) -> None:

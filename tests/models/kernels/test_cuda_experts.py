@@ -21,6 +21,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
     SigmoidExpertsShape,
     choose_experts,
 )
+from adapters.models.kernels.interfaces.row_kernels import add_delta
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from tests.models.checkpoints import same_bits
@@ -28,6 +29,7 @@ from tests.models.checkpoints import same_bits
 triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
+choose_on_cuda = pytest.importorskip("adapters.models.kernels.cuda.rows.expert_choice").choose_experts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -55,6 +57,7 @@ SHAPES = {
     "clamped, with biases": (BiasedExpertsShape(24, 4, 96, is_normalized=True), 128),
     "GELU, with scales": (ScaledShape(11, 3, 72, is_normalized=True), 104),
     "GELU, with scales, ahead": (ScaledShape(11, 3, 80, is_normalized=True), 112),
+    "of many": (ExpertsShape(64, 8, 96, is_normalized=True), 144),
     "all ahead": (ExpertsShape(24, 4, 96, is_normalized=True), 144),
 }
 
@@ -125,6 +128,29 @@ def test_a_row_has_the_same_bits_in_any_company(shape, hidden, dtype):
 
 
 @pytest.mark.parametrize(("shape", "hidden"), SHAPES.values(), ids=SHAPES)
+def test_the_next_norm_adds_up_the_bits_of_a_sum_of_its_own(shape, hidden, dtype):
+    """A padded row adds nothing."""
+    layer = Layer(shape, hidden, dtype)
+    kernels = layer.kernels
+    for bucket, at, count in PARTS:
+        x = torch.nn.functional.pad(layer.x[at : at + count], (0, 0, 0, bucket - count), value=0.5)
+        for batch in (batch_of(bucket, count), batch_of(bucket, 0)):
+            late = kernels.experts_late(x, layer.experts, batch)
+            assert not isinstance(late, Tensor)
+            whole = kernels.experts(x, layer.experts, batch)
+            for weight in (layer.x[6], layer.x[7].float()):
+                residuals = [x.clone() for _ in range(2)]
+                pairs = zip(residuals, (late, whole), strict=True)
+                found, expected = (kernels.add_norm(residual, delta, weight, 1e-5) for residual, delta in pairs)
+                assert same_bits(found, expected), (bucket, at, count)
+                assert same_bits(*residuals)
+            residuals = [x.clone() for _ in range(2)]
+            add_delta(residuals[0], late)
+            add_delta(residuals[1], whole)
+            assert same_bits(*residuals)
+
+
+@pytest.mark.parametrize(("shape", "hidden"), SHAPES.values(), ids=SHAPES)
 def test_it_is_what_experts_make_one_by_one(shape, hidden, dtype):
     layer = Layer(shape, hidden, dtype)
     plain = evolve(layer.experts, each=layer.each)
@@ -133,14 +159,17 @@ def test_it_is_what_experts_make_one_by_one(shape, hidden, dtype):
     assert (found - expected).abs().max() <= max(2 * torch.finfo(dtype).eps, 2e-6) * expected.abs().max()
 
 
-@pytest.mark.parametrize("count", [11, 128])
-def test_rows_choose_as_they_do_on_a_cpu(count):
+@pytest.mark.parametrize("count", [11, 128, 512])
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_choose_as_they_do_on_a_cpu(count, logits_dtype):
     shape = ExpertsShape(count, 8, 8, is_normalized=True, shared=1)
     logits = torch.randn(64, count + 1, generator=make_generator(1)).bfloat16().float()
     logits[3, :9], logits[4, ::2], logits[4, 1::2], logits[5] = 2.0, 0.0, -0.0, torch.nan
     chosen, weights = choose_experts(logits[:, :count].contiguous(), shape)
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
-    found, shares = kernels.grouped_experts.choose_experts(logits.to(DEVICE), shape, batch.positions)
+    experts = Experts(shape, None, (), None)
+    choice = choose_on_cuda(logits.to(DEVICE, logits_dtype), experts, batch.positions, kernels.pdl)
+    found, shares = choice.chosen, choice.weights
     assert torch.equal(found[:60].cpu().long(), chosen[:60])
     assert (found[60:] == count).all(), "padded rows choose no expert"
     torch.testing.assert_close(shares[:60, :8].cpu(), weights[:60], equal_nan=True)
@@ -160,9 +189,9 @@ def test_rows_choose_in_groups_as_they_do_on_a_cpu(kind, groups):
         correction = torch.zeros(32)
     chosen, weights = choose_experts(logits, shape, correction)
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
-    found, shares = kernels.grouped_experts.choose_experts(
-        logits.to(DEVICE), shape, batch.positions, correction.to(DEVICE)
-    )
+    experts = Experts(shape, None, (), None, correction=correction.to(DEVICE))
+    choice = choose_on_cuda(logits.to(DEVICE), experts, batch.positions, kernels.pdl)
+    found, shares = choice.chosen, choice.weights
     same = (found[:60].cpu().long() == chosen[:60]).all(1)
     assert same.float().mean() >= 0.95, "scores that round to one number may change places"
     torch.testing.assert_close(shares[:60, :8].cpu()[same], weights[:60][same])

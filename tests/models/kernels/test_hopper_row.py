@@ -117,7 +117,7 @@ def test_experts_of_a_row_are_multiplied_with_their_numbers(processors, gate, co
     for place, expert in enumerate(WANTED):
         row = x[0 if gate else place][None]
         expected = multiply(row, unpack_for_cuda(matrices[expert], BF16), stacked.pieces, stacked.piece).to(BF16)
+        expected = (expected.float() + bias[expert].float()).to(BF16)
         if gate:
-            biased = (expected.float() + bias[expert].float()).to(BF16)
-            expected = apply_gate(CLAMPED, *biased.chunk(2, 1))
+            expected = apply_gate(CLAMPED, *expected.chunk(2, 1))
         assert torch.equal(out[place], expected[0]), place

@@ -29,6 +29,8 @@ triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
 triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
 triton_experts = pytest.importorskip("adapters.models.kernels.cuda.experts")
 triton_products = pytest.importorskip("adapters.models.kernels.cuda.products")
+expert_choice = pytest.importorskip("adapters.models.kernels.cuda.rows.expert_choice")
+row_sums = pytest.importorskip("adapters.models.kernels.cuda.rows.row_sums")
 triton_rows = pytest.importorskip("adapters.models.kernels.cuda.row_launches")
 
 CPU = torch.device("cpu")
@@ -196,7 +198,7 @@ def test_experts_of_one_form_are_stacked_and_others_are_not() -> None:
 def test_nothing_is_read_outside_of_biases_while_kernels_are_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel runs then, so what rows chose is whatever was in memory."""
     kernels = triton_cuda.TritonKernels(CPU)
-    for module in (triton_experts, triton_groups, triton_products, triton_rows):
+    for module in (triton_experts, triton_groups, triton_products, triton_rows, row_sums, expert_choice):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
     shape = BiasedExpertsShape(4, 2, 64, is_normalized=True)
 

@@ -1,9 +1,9 @@
 """Launches of a layer of experts on a CUDA device: six as a rule, however many experts there are.
 
-They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. There is
-one more for each of these: a gate that no product has built in, down tiles of another height, zeros for a missing
-correction, and gathering rows for a product of many packed pairs. A shared expert adds its own products. One row needs
-no tiles. Nothing waits for the host if all experts are on the device.
+They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum, which the
+next norm may take over. There is one more for each of these: a gate that no product has built in, down tiles of another
+height, zeros for a missing correction, and gathering rows for a product of many packed pairs. A shared expert adds its
+own products. One row needs no tiles. Nothing waits for the host if all experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -32,20 +32,18 @@ from adapters.models.kernels.cuda.packed_groups import (
     multiply_packed_groups,
 )
 from adapters.models.kernels.cuda.row_launches import apply_gate
+from adapters.models.kernels.cuda.rows.expert_choice import choose_experts
+from adapters.models.kernels.cuda.rows.row_sums import ExpertResults
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
     ChosenExperts,
     Experts,
-    ExpertsShape,
     GatedWeights,
-    GroupedExpertsShape,
     PackedProducts,
-    SigmoidExpertsShape,
     run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
-from adapters.models.kernels.triton.grouped_choice import choose_in_groups
 from adapters.models.kernels.triton.hopper.hopper_experts import multiply_pairs_ahead
 from adapters.models.kernels.triton_launch import launch
 
@@ -71,20 +69,32 @@ class CudaExperts:
         batch: Batch,
         deciding: Tensor | None = None,
     ) -> Tensor:
-        """Run x through a layer of experts.
+        """Run x through a layer of experts. weights: see `run_late`. deciding: what the router reads in place of x."""
+        return self.run_late(kernels, x, experts, weights, batch, deciding).add_up()
+
+    def run_late(
+        self,
+        kernels: PackedProducts,
+        x: Tensor,
+        experts: Experts,
+        weights: GatedWeights,
+        batch: Batch,
+        deciding: Tensor | None = None,
+    ) -> ExpertResults:
+        """Do what `run_experts` does, up to the sum.
 
         weights: of all slots, one behind the other, in `[slots, N, K]`. Where they have biases, a slot is the number
-        of an expert. deciding: what the router reads in place of x.
+        of an expert.
         """
         shape = experts.shape
-        rows = len(x)
         logits = kernels.linear(x if deciding is None else deciding, experts.router)
-        chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction, experts.scales)
+        choice = choose_experts(logits, experts, batch.positions, self.pdl)
+        chosen = choice.chosen
         gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
         down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
         made = x.new_empty(chosen.numel(), x.shape[1])
         has_slots = isinstance(experts.each, ChosenExperts)
-        is_alone = rows == 1 and gate_tile.is_few and down_tile.is_few and not has_slots
+        is_alone = len(x) == 1 and gate_tile.is_few and down_tile.is_few and not has_slots
         for slots_by_expert in self._fetch_experts(experts, chosen):
             dealt = (
                 PairTiles.of_row(chosen, shape.count)
@@ -97,29 +107,8 @@ class CudaExperts:
             else:
                 dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
             self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
-        own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
-        out = torch.empty_like(x)
-        block = min(1024, triton.next_power_of_2(x.shape[1]))
-        launch(
-            programs.add_up,
-            (rows, triton.cdiv(x.shape[1], block)),
-            made,
-            made if weights.down_bias is None else weights.down_bias,
-            chosen,
-            shares,
-            own,
-            batch.positions,
-            out,
-            x.shape[1],
-            ACTIVE=shape.chosen,
-            RANKS=shares.shape[1],
-            SHARED=bool(shape.shared),
-            BIASED=weights.down_bias is not None,
-            BLOCK=block,
-            enable_fp_fusion=False,
-            **launch_options(4, self.pdl),
-        )
-        return out
+        shared = None if experts.shared is None else run_feed_forward(kernels, x, experts.shared)
+        return ExpertResults(made, shape, choice, weights.down_bias, shared, batch.positions, self.pdl)
 
     def choose_tile(self, weight: Any, pairs: int, count: int) -> GroupTile | PackedGroupTile:
         """Choose the tile of a product with the weights of all experts, packed or not."""
@@ -175,67 +164,6 @@ class CudaExperts:
         dealt = self.deal_pairs(chosen, None, tile.pairs, heads)
         self._multiply_groups(x.contiguous().view(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
         return out
-
-    def choose_experts(
-        self,
-        logits: Tensor,
-        shape: ExpertsShape,
-        positions: Tensor,
-        correction: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`.
-
-        n: the smallest power of two that holds k weights, and the shared expert's behind them if there is one. Further
-        places are not read. correction, scales: see `Experts`.
-        """
-        assert scales is None or not isinstance(shape, GroupedExpertsShape), "no family has scales and groups"
-        rows = len(logits)
-        ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
-        chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
-        shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
-        if isinstance(shape, GroupedExpertsShape):
-            launch(
-                choose_in_groups,
-                (rows,),
-                logits,
-                logits.new_zeros(shape.count, dtype=torch.float32) if correction is None else correction,
-                positions,
-                chosen,
-                shares,
-                shape.factor,
-                COUNT=shape.count,
-                ACTIVE=shape.chosen,
-                EXPERTS=triton.next_power_of_2(shape.count),
-                RANKS=ranks,
-                GROUPS=shape.groups,
-                CHOSEN_GROUPS=shape.chosen_groups,
-                INDICES=triton.next_power_of_2(shape.groups),
-                NORMED=shape.is_normalized,
-                SIGMOID=isinstance(shape, SigmoidExpertsShape),
-                **launch_options(1, self.pdl),
-            )
-            return chosen, shares
-        launch(
-            programs.choose,
-            (rows,),
-            logits,
-            positions,
-            chosen,
-            shares,
-            shares if correction is None else correction,  # never read without
-            shares if scales is None else scales,
-            COUNT=shape.count,
-            ACTIVE=shape.chosen,
-            EXPERTS=triton.next_power_of_2(shape.count),
-            RANKS=ranks,
-            NORMED=shape.is_normalized,
-            SHARED=shape.gates_shared,
-            BIASED=correction is not None,
-            SCALED=scales is not None,
-            **launch_options(1, self.pdl),
-        )
-        return chosen, shares
 
     def _fetch_experts(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
         """Yield where the weights of each turn's experts are, int32 `[E]`, -1 for experts of other turns; None: all

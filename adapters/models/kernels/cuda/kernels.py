@@ -198,6 +198,8 @@ class TritonKernels:
     def experts_late(self, x: Tensor, experts: Experts, batch: Batch) -> Delta:
         if self._row_experts.are_served(x, experts):
             return self._row_experts.run(self, x, experts, batch)
+        if isinstance(experts.each, StackedExperts):
+            return self.grouped_experts.run_late(self, x, experts, experts.each.weights, batch)
         return self.experts(x, experts, batch)
 
     def _options(self, warps: int) -> LaunchArguments:

@@ -10,7 +10,7 @@ from torch import Tensor
 from adapters.models.kernels import composed_operations
 from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
-from adapters.models.kernels.cuda.rows.row_sums import RowSums
+from adapters.models.kernels.cuda.rows.row_sums import ExpertResults
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power
 from adapters.models.kernels.interfaces.row_kernels import Delta, NormedRows
 from adapters.models.kernels.triton import experts, rows
@@ -22,7 +22,7 @@ _MOST_NORMS = 3  # of a sum in one launch
 def add_norm(
     residual: Tensor, delta: Delta | None, weight: Tensor, eps: float, *, bias: Tensor | None = None, pdl: bool | None
 ) -> Tensor:
-    if isinstance(delta, RowSums):
+    if isinstance(delta, ExpertResults):
         assert bias is None, "the sum over experts has biases of its own"
         return delta.add_norm(residual, weight, eps)
     assert delta is None or isinstance(delta, Tensor)

@@ -20,7 +20,7 @@ from adapters.models.kernels.cuda.descriptors import (
     shared_layout,
     word_layout,
 )
-from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_PARTS, KV_TILE, ROWS_AHEAD, SPLIT
+from adapters.models.kernels.cuda.tiles import AHEAD, AHEAD_OF_ROW, AHEAD_PARTS, KV_TILE, ROWS_AHEAD, SPLIT
 from adapters.models.kernels.formats.row_format import INT4, as_bytes
 from adapters.models.kernels.interfaces.attention_rule import AttentionRule
 from adapters.models.kernels.step_batch import Batch
@@ -60,11 +60,11 @@ class CodeConstants(TypedDict):
 def count_programs(rows: int, head: int) -> int:
     """Return how many programs there are for each processor, in a step of so many rows with such heads.
 
-    A processor runs two at a time, or one if heads are wide. While one of the two computes, rows of the other are
-    loaded. In steps of many rows there are more programs with one split or a few each, and a free processor takes the
-    next one.
+    A processor runs two at a time, or one if heads are wide or there is one row (`AHEAD_OF_ROW`). While one of the two
+    computes, rows of the other are loaded. In steps of many rows there are more programs with one split or a few each,
+    and a free processor takes the next one.
     """
-    if head > 128:
+    if head > 128 or (rows == 1 and head in AHEAD_OF_ROW):
         return 1
     return _MANY_PROGRAMS if rows > _FEW_ROWS and head == 128 else 2
 
@@ -95,7 +95,8 @@ class HopperSplits:
         parts = AHEAD_PARTS.get(head, 1)
         widths = (head, head // parts)
         warps = 8 if head == 256 else 4
-        own = {**AHEAD[head], "AT_ONCE": self._merge_at_once(padded, warps) if merges else 0}
+        stages = AHEAD_OF_ROW.get(head, AHEAD[head]) if len(self.q) == 1 else AHEAD[head]
+        own = {**stages, "AT_ONCE": self._merge_at_once(padded, warps) if merges else 0}
         described = self._describe_caches(key_tile, widths)
         self._launch(hopper_attention.attend_splits_ahead, kv * parts, described, warps, own)
 

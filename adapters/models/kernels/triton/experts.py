@@ -30,15 +30,23 @@ def rank_experts(
     RANKS: tl.constexpr,
     NORMED: tl.constexpr,
     SCALED: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
-    """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`."""
+    """Return the experts that a row chooses, and their weights, as `choose` has them. logits, scales: `[EXPERTS]`.
+
+    SHORT: logits are bfloat16, whose lower halves say nothing, so a key has 32 bits. A warp finds the largest of such
+    numbers by one instruction.
+    """
     e = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
     if SCALED:
         factors = tl.zeros((RANKS,), tl.float32) + 1.0
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
-    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
-    keys = tl.where(e < COUNT, keys, TAKEN)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    taken: tl.constexpr = -(1 << 31) if SHORT else TAKEN
+    # Keys compare as the logits do, and all of them are different.
+    keys = ((ordered >> 16) << 16) + (0xFFFF - e) if SHORT else (ordered.to(tl.int64) << 16) - e
+    keys = tl.where(e < COUNT, keys, taken)
     peak = tl.max(logits, 0)
     total = tl.sum(tl.exp(logits - peak), 0)
     chosen = tl.zeros((RANKS,), tl.int32)
@@ -48,9 +56,9 @@ def rank_experts(
         best = tl.max(keys, 0)
         if SCALED:
             factors = tl.where(rank == r, tl.sum(tl.where(keys == best, scales, 0.0), 0), factors)
-        keys = tl.where(keys == best, TAKEN, keys)
-        number = (-best) & 0xFFFF
-        ordered = ((best + number) >> 16).to(tl.int32)
+        keys = tl.where(keys == best, taken, keys)
+        number = 0xFFFF - (best & 0xFFFF) if SHORT else (-best) & 0xFFFF
+        ordered = (best & -0x10000) | ((best >> 31) & 0xFFFF) if SHORT else ((best + number) >> 16).to(tl.int32)
         logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         weight = tl.exp(logit - peak) / total
         added = added + weight
@@ -79,6 +87,7 @@ def choose(
     SHARED: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
+    SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the ACTIVE experts of one row and their weights, the most wanted first; of equals the lower number.
@@ -86,7 +95,7 @@ def choose(
     chosen: int32 `[R, ACTIVE]`, COUNT in padded rows, so that these belong to no expert. weights: float32 `[R,
     RANKS]`; behind those of the experts stands, if SHARED, the factor of the shared one. EXPERTS: COUNT rounded up to
     a power of two. BIASED: the logits of experts have biases, float32. SCALED: the weight of an expert is multiplied
-    with its scale, float32.
+    with its scale, float32. SHORT: see `rank_experts`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -105,7 +114,7 @@ def choose(
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
     if BIASED:
         logits = logits + bias
-    chosen, weights = rank_experts(logits, scales, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED)
+    chosen, weights = rank_experts(logits, scales, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, SCALED, SHORT)
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)

@@ -1,7 +1,8 @@
 """Launches the experts of a layer for a step of one row: the router, two products, and a sum with the next norm.
 
 It serves experts in MXFP4 with biases, as gpt-oss has them. Every kernel behind the router chooses the experts itself,
-so the choice has no launch. The first product also computes its gate. The sum is left to the next norm (`RowSums`).
+so the choice has no launch. The first product also computes its gate. The sum is left to the next norm
+(`ExpertResults`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from adapters.models.kernels.activations import CLAMPED, GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed import CudaPackedMatrix, find_only_part
 from adapters.models.kernels.cuda.packed_groups import PackedGroupTile, choose_packed_group_tile
-from adapters.models.kernels.cuda.rows.row_sums import RowSums
+from adapters.models.kernels.cuda.rows.expert_choice import ExpertChoice
+from adapters.models.kernels.cuda.rows.row_sums import ExpertResults
 from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,
@@ -59,7 +61,7 @@ class RowExperts:
     def _choose_tile(self, part: CudaPackedMatrix, experts: Experts) -> PackedGroupTile:
         return choose_packed_group_tile(experts.shape.chosen, experts.shape.count, part, self.shared)
 
-    def run(self, kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch) -> RowSums:
+    def run(self, kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch) -> ExpertResults:
         """Run a row through a layer of experts that `are_served`. The results of the experts must still be added up."""
         shape = experts.shape
         each = experts.each
@@ -79,7 +81,8 @@ class RowExperts:
         choice = (logits, correction)
         self._multiply(x, gates, weights.gate_up_bias, choice, inner, experts, gate=GATES[CLAMPED])
         self._multiply(inner, downs, weights.down_bias, choice, made, experts, gate=0)
-        return RowSums(made, shape, logits, correction, weights.down_bias, batch.positions, self.pdl)
+        routed = ExpertChoice(logits, correction, routes=True)
+        return ExpertResults(made, shape, routed, None, None, batch.positions, self.pdl)
 
     def _multiply(
         self,
@@ -92,7 +95,7 @@ class RowExperts:
         *,
         gate: int,
     ) -> None:
-        """Multiply a row with the weights of its experts. bias: of gates; never read without. gate: of `GATES`."""
+        """Multiply a row with the weights of its experts. bias: of all experts. gate: of `GATES`."""
         shape = experts.shape
         tile = self._choose_tile(weight, experts)
         units = shape.chosen * (weight.outputs // ROWS)

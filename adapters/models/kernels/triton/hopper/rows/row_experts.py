@@ -66,6 +66,13 @@ def _gate_pairs(total, bias_ptr, COLUMNS: gl.constexpr, GATE: gl.constexpr, dtyp
 
 
 @gluon.jit
+def _add_bias(total, bias_ptr, dtype: gl.constexpr):
+    """Return the sums of a unit with their biases. bias_ptr: of its first row."""
+    bias = gl.load(bias_ptr + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, total.type.layout)))
+    return (total.to(dtype).to(gl.float32) + bias.to(gl.float32)[:, None]).to(dtype)
+
+
+@gluon.jit
 def multiply_row(
     words_ptr,
     levels_ptr,
@@ -90,10 +97,10 @@ def multiply_row(
 ):
     """Compute out[tile] = x[tile] @ w[expert].T for the TILES experts that a row chooses out of EXPERTS.
 
-    logits, correction: see `find_wanted`. GATE: all experts have the same row of x. COLUMNS are gates, and behind them
-    as many values that these gates scale; out has the activation of both (`linear.apply_gate`). bias: `[EXPERTS,
-    COLUMNS]`, is added to these sums first. If GATE is 0, there is neither gate nor bias. The logits are then older
-    than the kernel before this one, so weights are requested while that one still runs. BLOCKS: of a row of w. EACH:
+    logits, correction: see `find_wanted`. bias: `[EXPERTS, COLUMNS]`, is added to sums that have been rounded. GATE:
+    all experts have the same row of x. COLUMNS are gates, and behind them as many values that these gates scale; out
+    has the activation of both (`linear.apply_gate`). If GATE is 0, there is no gate. The logits are then older than the
+    kernel before this one, so weights are requested while that one still runs. BLOCKS: of a row of w. EACH:
     blocks of a piece.
 
     Every program takes an equal share of all units, in order. Each warp has a piece of all sums. The packed words of
@@ -166,7 +173,7 @@ def multiply_row(
                 bias = bias_ptr + (expert * COLUMNS + unit * (_ROWS // 2))
                 found = _gate_pairs(total, bias, COLUMNS, GATE, dtype)
             else:
-                found = total.to(dtype)
+                found = _add_bias(total, bias_ptr + (expert * COLUMNS + unit * _ROWS), dtype)
             HEIGHT: gl.constexpr = found.shape[0]
             row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, found.type.layout))[:, None]
             column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, found.type.layout))[None, :]

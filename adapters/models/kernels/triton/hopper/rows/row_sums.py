@@ -1,6 +1,7 @@
-"""The sum over the experts of a row, with the norm behind it.
+"""The sums over the experts of rows, with the norm behind them, in one launch. It serves every device.
 
-No launch stores the choice of experts: see `wanted_experts`. So this kernel makes it again, with their weights.
+Where no launch has stored the choice of a step's one row (`wanted_experts`), this kernel makes it again for the weights
+of the experts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ def _multiply_alone(a, b):
 
 
 @triton.jit
-def add_up_row(
+def add_up_norm(
     made_ptr,
     bias_ptr,
-    logits_ptr,
-    correction_ptr,
+    chosen_ptr,
+    weights_ptr,
+    shared_ptr,
     positions_ptr,
     residual_ptr,
     norm_ptr,
@@ -35,46 +37,61 @@ def add_up_row(
     ACTIVE: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
+    ROUTES: tl.constexpr,
+    NORMED: tl.constexpr,
+    SHARED: tl.constexpr,
+    BIASED: tl.constexpr,
     NORMS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of a row as `experts.choose` does, add up their results as `experts.add_up` does, and do what
-    `rows.add_norm` does with the sum.
+    """Add up the results of a row's experts as `experts.add_up` does, and do what `rows.add_norm` does with the sum.
+    One program, one row.
 
-    logits: of COUNT experts. correction: float32, is added to them. bias: `[COUNT, width]`, of results. NORMS: the norm
-    is wanted, too. All but the sum is done while the products of experts still run. Products with weights are fused
-    with sums in a norm, but not in the sum over experts.
+    ROUTES: there is one row. `chosen` are its logits, of COUNT experts, and `weights`, float32, is added to them. The
+    choice is made here, as by `experts.choose`, and results have no biases. BIASED: as in `add_up`. NORMS: the norm is
+    wanted, too. All but the sum is done while the products of experts still run. Products with weights are fused with
+    sums in a norm, but not in the sum over experts.
     """
     if PDL:
         gdc_launch_dependents()
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < width
-    rank = tl.arange(0, RANKS)
-    real = tl.load(positions_ptr) >= 0
+    real = tl.load(positions_ptr + row) >= 0
     if NORMS:
         weight = tl.load(norm_ptr + d, inside, 0.0).to(tl.float32)
-    e = tl.arange(0, EXPERTS)
-    logits = tl.load(logits_ptr + e, e < COUNT, float("-inf")).to(tl.float32)
-    logits = logits + tl.load(correction_ptr + e, e < COUNT, 0.0)
-    chosen, weights = rank_experts(logits, logits, COUNT, ACTIVE, EXPERTS, RANKS, True, False)
+    rank = tl.arange(0, RANKS)
+    if ROUTES:
+        e = tl.arange(0, EXPERTS)
+        logits = tl.load(chosen_ptr + e, e < COUNT, float("-inf")).to(tl.float32)
+        logits = logits + tl.load(weights_ptr + e, e < COUNT, 0.0)
+        _, weights = rank_experts(logits, logits, COUNT, ACTIVE, EXPERTS, RANKS, NORMED, False, False)
     shares = ()
     biases = ()
-    for r in tl.static_range(ACTIVE):
-        shares = shares + (tl.sum(tl.where(rank == r, weights, 0.0), 0),)  # noqa: RUF005 - Triton knows no other way
-        own = tl.sum(tl.where(rank == r, chosen, 0), 0).to(tl.int64) * width
-        biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
+    for r in tl.static_range(ACTIVE + (1 if SHARED else 0)):
+        share = tl.sum(tl.where(rank == r, weights, 0.0), 0) if ROUTES else tl.load(weights_ptr + row * RANKS + r)
+        shares = shares + (share,)  # noqa: RUF005 - Triton knows no other way
+    if BIASED:
+        for r in tl.static_range(ACTIVE):
+            expert = tl.load(chosen_ptr + row * ACTIVE + r, real, 0)
+            own = expert.to(tl.int64) * width
+            biases = biases + (tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32),)  # noqa: RUF005
     if PDL:
         gdc_wait()
-    x = tl.load(residual_ptr + d, inside, 0.0)
+    x = tl.load(residual_ptr + row * width + d, inside, 0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for r in tl.static_range(ACTIVE):
-        made = tl.load(made_ptr + r * width + d, inside & real, 0.0).to(tl.float32)
-        made = (made + biases[r]).to(dtype).to(tl.float32)
+        made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside & real, 0.0).to(tl.float32)
+        if BIASED:
+            made = (made + biases[r]).to(dtype).to(tl.float32)
         total += _multiply_alone(made, shares[r])
+    if SHARED:
+        shared = tl.load(shared_ptr + row * width + d, inside & real, 0.0).to(tl.float32)
+        total += _multiply_alone(shared, shares[ACTIVE])
     x = (x.to(tl.float32) + tl.where(real, total, 0.0).to(dtype).to(tl.float32)).to(dtype)
-    tl.store(residual_ptr + d, x, inside)
+    tl.store(residual_ptr + row * width + d, x, inside)
     if NORMS:
-        tl.store(out_ptr + d, norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)
+        tl.store(out_ptr + row * width + d, norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)
