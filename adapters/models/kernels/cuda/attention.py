@@ -152,10 +152,8 @@ class CudaAttention:
         scale = head**-0.5 * LOG2_E
         if chained:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
-            given = (tiles, out, pages, sinks, capacity, len(tiles), scale)
-            launch(
-                attention.attend_chain, (len(tiles) * kv,), q, *rows_of, *given, **shape, **(bounds | joins), **options
-            )
+            given = (*rows_of, tiles, out, pages, sinks, capacity, len(tiles), scale)
+            launch(attention.attend_chain, (len(tiles) * kv,), q, *given, **shape, **(bounds | joins), **options)
             return self._finish(out, head, v_cache)
         acc, sums = self._scratch(heads, splits, size)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
@@ -204,8 +202,7 @@ class CudaAttention:
         return attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl, decode_rows=out)
 
     def _finish(self, out: Tensor, head: int, v_cache: Tensor) -> Tensor:
-        turned = turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
-        return turned.view(len(out), -1)
+        return (turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out).view(len(out), -1)
 
     def _can_run_ahead(self, q: Tensor, k_cache: Tensor, heads: Collection[int]) -> bool:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""

@@ -119,31 +119,11 @@ def _share_pair_scales(levels, words, power, FORM: gl.constexpr):
     the scales of one of the four words, and the others get them from it.
     """
     LAYOUT: gl.constexpr = words.type.layout
-    if len(words.shape) == 4:
-        OF_FOUR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-        OF_WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-        lane = gl.arange(0, 4, layout=OF_FOUR)[None, None, :, None]
-        word = gl.arange(0, 4, layout=OF_WORD)[None, None, None, :]
-        both = _take_of_lane(scales_of_words(levels, lane, power, FORM), word)
-    else:
-        LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT))))
-        lane = gl.arange(0, 4, layout=LANE)[None, None, None, :, None]
-        both = scales_of_words(levels, lane, power, FORM)
-        both = gl.convert_layout(both.reshape(both.shape[:4]), gl.SliceLayout(3, LAYOUT))[:, :, :, None, :]
-    return _part_scales(both)
-
-
-@gluon.jit
-def _take_of_lane(number, lane):
-    """Return the number that a lane of the same four has."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;",
-        "=r,r,r",
-        [number, lane],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT))))
+    lane = gl.arange(0, 4, layout=LANE)[None, None, None, :, None]
+    both = scales_of_words(levels, lane, power, FORM)
+    both = gl.convert_layout(both.reshape(both.shape[:4]), gl.SliceLayout(3, LAYOUT))
+    return _part_scales(both[:, :, :, None, :])
 
 
 @gluon.jit
@@ -351,20 +331,13 @@ def numbers_of(
 
 
 @gluon.jit
-def weights_of(
-    packed,
-    coordinates,
-    dtype: gl.constexpr,
-    FORM: gl.constexpr,
-    SCALED: gl.constexpr,
-    SHARES: gl.constexpr = False,
-):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
     left side of a product, in another order. SCALED: as in `numbers_of`.
     """
     words, levels = packed
     n, _, c = coordinates
-    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED, SHARES)
+    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED)
     return order_columns(found, FORM)
 
 

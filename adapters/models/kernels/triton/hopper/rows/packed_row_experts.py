@@ -2,7 +2,7 @@
 
 The sums are those of `packed_groups.multiply_few`. There each piece of a sum has a warp of its own, and programs take
 16 rows of a weight after the other. Here a warp has several pieces of 16 rows, one after the other, and all of their
-words are requested at once. So there are fewer instructions beside those that unpack, and no program waits for words
+words are requested at once. So fewer instructions are needed, and no program waits for words
 twice.
 """
 
@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from adapters.models.kernels.triton.hopper.hopper_row_registers import copy_row
 from adapters.models.kernels.triton.packed import apply_gate, lanes_of, locate_piece, restore
 from adapters.models.kernels.triton.packed_groups import matrix_of
-from adapters.models.kernels.triton.packed_levels import share_of
-from adapters.models.kernels.triton.packed_numbers import weights_of
+from adapters.models.kernels.triton.packed_levels import find_power, share_of
+from adapters.models.kernels.triton.packed_numbers import numbers_of_words, order_columns, scales_of_words
 
 
 @gluon.jit
@@ -65,8 +65,29 @@ def _request(places, step, FORM: gl.constexpr):
     scale = _load_level(at, "scale", FORM)
     inner = _load_level(at, "inner", FORM)
     least = _load_level(at, "least", FORM)
-    level = (scale, inner, least, _load_level(at, "own", FORM))
-    return words, (level, level)
+    return words, (scale, inner, least, _load_level(at, "own", FORM))
+
+
+@gluon.jit
+def _take_of_lane(number, lane):
+    """Return the number that a lane of the same four has."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;",
+        "=r,r,r",
+        [number, lane],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _unpack(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return a block as `weights_of` does. Each lane computes the scales of one of the four words of a row."""
+    words, levels = packed
+    n, t, c = coordinates
+    both = _take_of_lane(scales_of_words(levels, t, find_power(n), FORM), c)
+    return order_columns(numbers_of_words(words, both, dtype), FORM)
 
 
 @gluon.jit
@@ -135,7 +156,7 @@ def multiply_registers(
         for number_of_block in gl.static_range(EACH):
             columns_of_x = row.index(piece * EACH + number_of_block).load(gl.SliceLayout(2, RIGHT))
             right = columns_of_x[:, :, None].broadcast_to([PARTS, FORM.block, 8])
-            w = weights_of(held[piece * EACH + number_of_block], coordinates, dtype, FORM, True, True)
+            w = _unpack(held[piece * EACH + number_of_block], coordinates, dtype, FORM)
             acc = mma_v2(gl.convert_layout(w, LEFT, assert_trivial=True), right, acc)
         pieces = pieces + (acc,)  # noqa: RUF005
     found = restore(_add_pieces(pieces, EMPTY, num_warps), dtype, FORM)
