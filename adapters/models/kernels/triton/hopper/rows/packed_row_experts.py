@@ -2,8 +2,7 @@
 
 The sums are those of `packed_groups.multiply_few`. There each piece of a sum has a warp of its own, and programs take
 16 rows of a weight after the other. Here a warp has several pieces of 16 rows, one after the other, and all of their
-words are requested at once. So fewer instructions are needed, and no program waits for words
-twice.
+words are requested at once. So fewer instructions are needed, and no program waits for words twice.
 """
 
 from __future__ import annotations
