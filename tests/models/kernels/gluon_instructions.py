@@ -84,6 +84,12 @@ def multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
     return join_halves(*((x * y).float().bfloat16() for x, y in parts))
 
 
+def take_of_lane(number: Tensor, lane: Tensor, _window: Tensor, _mask: Tensor) -> Tensor:
+    """What another lane of the same four has. Lanes are the last dimension but one."""
+    shape = torch.broadcast_shapes(number.shape, lane.shape)
+    return torch.take_along_dim(number.expand(shape), lane.expand(shape), -2)
+
+
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": pick_bytes,
     "lop3.b32": combine_bits,
@@ -98,6 +104,7 @@ INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "fma.rn.bf16x2": multiply_add,
     "cvt.rn.bf16x2.f32": round_to_pair,
     "cvt.rn.f16x2.e4m3x2": widen_e4m3,
+    "shfl.sync.idx.b32": take_of_lane,
     "cvt.f32.f16": lambda a: as_register(as_halves(a, torch.float16)[0].float()),
 }
 

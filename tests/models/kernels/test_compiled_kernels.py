@@ -115,6 +115,7 @@ BODIES = {
     ),
     "experts with biases": compiled.run_biased_experts,
     "experts of one row": compiled.run_row_of_experts,
+    "experts of one row in Q4_K": compiled.run_experts(EXPERTS, BF16, 1, layout=Q4_K),
     "rows": compiled.norm_and_gate,
     "picking": compiled.pick_tokens,
     "biases and penalties": compiled.apply_biases_and_penalties,

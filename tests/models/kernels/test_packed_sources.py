@@ -42,7 +42,7 @@ LAUNCHERS = {
     part_rows: ("hopper.hopper_packed_parts",),
     many_rows: ("hopper.hopper_packed_wide",),
     triton_ahead: ("hopper.hopper_packed", "hopper.hopper_packed_row", "hopper.hopper_row_registers"),
-    triton_groups: ("packed_groups", "hopper.hopper_groups"),
+    triton_groups: ("packed_groups", "hopper.hopper_groups", "hopper.rows.packed_row_experts"),
 }
 
 
@@ -253,9 +253,9 @@ def test_a_program_for_each_piece_multiplies_with_their_numbers(monkeypatch, lay
             assert torch.equal(out, expected), (columns, number)
 
 
-def stack_matrices(layout: StepLayout, columns: int) -> tuple[Any, list[Tensor]]:
-    """Return the packed matrices of three experts, 40 rows each, and their numbers."""
-    matrices = [random_matrix((40, columns), layout, f"expert {number}") for number in range(3)]
+def stack_matrices(layout: StepLayout, columns: int, rows: int = 40) -> tuple[Any, list[Tensor]]:
+    """Return the packed matrices of three experts, so many rows each, and their numbers."""
+    matrices = [random_matrix((rows, columns), layout, f"expert {number}") for number in range(3)]
     each = [triton_packed.pack_steps(one, CPU, converts_e4m3=True) for one in matrices]
     words, levels = (torch.stack([getattr(one, name) for one in each]) for name in ("words", "levels"))
     return evolve(each[0], words=words, levels=levels), [unpack_for_cuda(one, BF16) for one in matrices]
@@ -300,6 +300,29 @@ def test_the_experts_of_one_row_need_no_tiles(layout: StepLayout, share: int) ->
     for pair, expert in enumerate((2, 0, 2)):
         row = x[pair // share : pair // share + 1]
         expected = multiply(row, numbers[expert], stacked.pieces, stacked.piece).to(BF16)
+        assert torch.equal(out[pair : pair + 1], expected), pair
+
+
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("columns", [768, 2048])
+def test_the_words_of_one_rows_experts_wait_in_registers(on_the_machine, columns, gated) -> None:
+    """Two of the eight pieces of 768 columns are empty. The row chose experts 2, 0 and none, as above."""
+    stacked, numbers = stack_matrices(LAYOUTS["Q4_K"], columns, 64)
+    x = make_x(1, columns) if gated else make_x(3, columns)
+    chosen = torch.tensor([2, 0, 3], dtype=torch.int32)
+    dealt = triton_groups.PairTiles(chosen, chosen, chosen, is_early=not gated, experts=3)
+    tile = triton_groups.choose_packed_group_tile(3, 3, stacked, 227 << 10, hopper=True)
+    out = torch.full((3, 32 if gated else 64), float("nan"), dtype=BF16)
+    how = {"gated": gated, "processors": 132, "pdl": True, "share": 3 if gated else 1}
+    triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, hopper=True, **how)
+    assert on_the_machine == ["multiply_registers"]
+    for pair, expert in enumerate((2, 0, 2)):
+        row = x[:1] if gated else x[pair : pair + 1]
+        expected = multiply(row, numbers[expert], stacked.pieces, stacked.piece).to(BF16)
+        if gated:
+            gate, up = expected.float().view(-1, 2).unbind(1)
+            silu = (gate / (1 + torch.exp(-gate.double()).float())).to(BF16).float()
+            expected = (silu * up).to(BF16)[None]
         assert torch.equal(out[pair : pair + 1], expected), pair
 
 

@@ -29,6 +29,7 @@ from adapters.models.kernels.cuda.split_attention import (
     CODE_KINDS,
     CODED_ROWS,
     LOG2_E,
+    WIDE_MERGE,
     WINDOW_HEADS,
     HopperSplits,
     attend_row_window,
@@ -131,12 +132,12 @@ class CudaAttention:
             return attend_row_window(q, (k_cache, v_cache), batch, rule, self.pdl).view(bucket, -1)
         alone = can_split and batch.plan.merges and padded <= ALONE_HEADS and self._can_be_alone(q, k_cache, v_cache)
         ahead = alone or (can_split and self._can_run_ahead(q, k_cache, AHEAD))
+        merges = ahead and batch.plan.merges and (alone or padded * head < WIDE_MERGE)
         if ahead:
             of_tile = 1 if alone else AHEAD_QUERIES // padded
             splits = count_splits(capacity, rule.window, of_tile)
         kind = TileKind(of_tile, window=0 if chained else rule.window)
         tiles = self.planner.find_tiles(batch, kind, slots, may_share=ahead and not rule.window and bucket > ALONE)
-        limit = len(tiles)
         shape = {
             "HEADS": heads,
             "KV": kv,
@@ -151,8 +152,8 @@ class CudaAttention:
         scale = head**-0.5 * LOG2_E
         if chained:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
-            given = (tiles, out, pages, sinks, capacity, limit, scale)
-            launch(attention.attend_chain, (limit * kv,), q, *rows_of, *given, **shape, **(bounds | joins), **options)
+            given = (*rows_of, tiles, out, pages, sinks, capacity, len(tiles), scale)
+            launch(attention.attend_chain, (len(tiles) * kv,), q, *given, **shape, **(bounds | joins), **options)
             return self._finish(out, head, v_cache)
         acc, sums = self._scratch(heads, splits, size)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
@@ -162,14 +163,14 @@ class CudaAttention:
             if alone:
                 own.attend_alone(kv, padded, key_tile)
             else:
-                own.attend(kv, padded, key_tile, merges=batch.plan.merges)
+                own.attend(kv, padded, key_tile, merges=merges)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
-            programs = min(limit * splits * kv, 2 * self.processors)
+            programs = min(len(tiles) * splits * kv, 2 * self.processors)
             assert programs >= kv
-            to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
+            to = (tiles, acc, sums, pages, capacity, len(tiles), splits, scale)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
-        if not (ahead and batch.plan.merges):
+        if not merges:
             merge_partials((acc, sums, batch.positions, out, sinks, splits), joins, self.pdl)
         return self._finish(out, head, v_cache)
 
@@ -201,8 +202,7 @@ class CudaAttention:
         return attend_chain(q, caches, batch, rule, self._usual, self.planner, self.pdl, decode_rows=out)
 
     def _finish(self, out: Tensor, head: int, v_cache: Tensor) -> Tensor:
-        turned = turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out
-        return turned.view(len(out), -1)
+        return (turn_back(out, head, self.pdl) if format_of(v_cache).is_packed else out).view(len(out), -1)
 
     def _can_run_ahead(self, q: Tensor, k_cache: Tensor, heads: Collection[int]) -> bool:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""

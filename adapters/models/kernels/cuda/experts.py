@@ -133,7 +133,7 @@ class CudaExperts:
         part = find_only_part(weight)
         assert part is not None
         how = {"share": share, "gated": weight.gated, "processors": self.processors, "pdl": self.pdl}
-        multiply_packed_groups(x, part, out, dealt, tile, **how)
+        multiply_packed_groups(x, part, out, dealt, tile, hopper=self.hopper, **how)
 
     def _run_gates(
         self,

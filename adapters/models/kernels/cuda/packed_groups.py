@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from attrs import frozen
 from torch import Tensor
@@ -16,6 +17,7 @@ from adapters.models.kernels.cuda.tiles import FEW_PAIRS, count_parts
 from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton.experts import deal
 from adapters.models.kernels.triton.hopper.hopper_groups import gather_rows, multiply_many_ahead
+from adapters.models.kernels.triton.hopper.rows.packed_row_experts import multiply_registers
 from adapters.models.kernels.triton_launch import launch
 
 _AHEAD = 384  # columns that each warp loads ahead, at most
@@ -27,6 +29,11 @@ _MANY = 32  # pairs of an expert on average, from which on a weight is unpacked 
 _MIDDLING = 48  # a tile of 64 pairs takes three quarters of the time of one of 128
 _GATHERED = 1024  # columns of a row that a warp gathers
 _WIDE_ROWS = 128  # of the weight, that a program for so many pairs has
+_ROW_WARPS = 4  # of a program for one row
+_ROW_BLOCKS = 4  # that wait in the registers of a warp there
+_REGISTERS = 1 << 16  # of a processor
+_LEAST_REGISTERS = 80  # of a thread that holds so many blocks
+_MOST_REGISTERS = 168
 
 
 @frozen
@@ -146,10 +153,15 @@ def multiply_packed_groups(
     gated: int,
     processors: int,
     pdl: bool | None,
+    hopper: bool = False,
 ) -> None:
     """Multiply the pairs of each expert with its weight. weight: of all slots, one behind the other. gated: see
-    `CudaWeight`.
+    `CudaWeight`. hopper: there is a kernel for one row.
     """
+    row_tile = choose_row_tile(x, weight, len(dealt.tiles), processors) if hopper and dealt.experts else None
+    if row_tile is not None:
+        _multiply_row(x, weight, out, dealt, row_tile, share=share, gated=gated, pdl=pdl)
+        return
     if tile.stages:
         _multiply_gathered(x, weight, out, dealt, tile, share=share, gated=gated, pdl=pdl)
         return
@@ -176,6 +188,78 @@ def multiply_packed_groups(
     own |= dealt.constants | {"WHOLE": weight.outputs % tile.columns == 0}
     grid = (min(len(dealt.tiles) * parts, tile.resident * processors),)
     launch(packed_groups.multiply_few, grid, *tensors, *sizes[:-2], **constants, **own, **options)
+
+
+@frozen
+class RowTile:
+    """Warps that share the sums of 16 rows of a weight, those sums of a program, and the most registers of a thread."""
+
+    parts: int
+    rows: int
+    registers: int
+
+
+def choose_row_tile(x: Tensor, weight: CudaPackedMatrix, chosen: int, processors: int) -> RowTile | None:
+    """Choose the tile of a product of one row's experts. None: other products are for it.
+
+    Only a format for which it was quicker has one. A warp has up to four blocks of whole pieces. It has as many
+    registers as all programs can have that are there at once.
+    """
+    form = weight.block_form
+    each = weight.piece // form.block
+    pieces = weight.blocks // each  # with columns
+    is_even = weight.columns == pieces * weight.piece
+    fitting = (parts for parts in (2, 4) if pieces % parts == 0 and weight.blocks // parts <= _ROW_BLOCKS)
+    parts = next(fitting, None) if is_even else None
+    if parts is None or not form.has_scale_of_word or x.dtype != torch.bfloat16:
+        return None
+    rows = 16 * _ROW_WARPS // parts
+    if weight.outputs % rows:
+        return None
+    programs = count_parts(chosen * weight.outputs // rows, processors)
+    registers = _REGISTERS // (32 * _ROW_WARPS * programs) // 8 * 8
+    return RowTile(parts, rows, min(max(registers, _LEAST_REGISTERS), _MOST_REGISTERS))
+
+
+def _multiply_row(
+    x: Tensor,
+    weight: CudaPackedMatrix,
+    out: Tensor,
+    dealt: PairTiles,
+    tile: RowTile,
+    *,
+    share: int,
+    gated: int,
+    pdl: bool | None,
+) -> None:
+    """Multiply the experts of one row, each 16 rows of a weight in warps of their own."""
+    form = weight.block_form
+    each = weight.piece // form.block
+    pieces = weight.blocks // each
+    launch(
+        multiply_registers,
+        (len(dealt.tiles) * (weight.outputs // tile.rows),),
+        *weight.tensors,
+        x,
+        out,
+        dealt.pairs,
+        *(one.stride(0) for one in weight.tensors),
+        COLUMNS=weight.outputs,
+        DEPTH=weight.columns,
+        SHARED=share > 1,
+        BLOCKS=weight.blocks,
+        EACH=each,
+        PARTS=tile.parts,
+        OWN=pieces // tile.parts,
+        EMPTY=weight.pieces - pieces,
+        BLOCK_N=tile.rows,
+        FORM=form,
+        GATED=gated,
+        EXPERTS=dealt.experts,
+        EARLY=dealt.is_early,
+        **launch_options(_ROW_WARPS, pdl),
+        maxnreg=tile.registers,
+    )
 
 
 def _multiply_gathered(

@@ -29,7 +29,7 @@ from adapters.models.kernels.triton.packed_numbers import numbers_of_words, orde
 
 
 @gluon.jit
-def _copy_row(x_ptr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, num_warps: gl.constexpr):
+def copy_row(x_ptr, STEPS: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, num_warps: gl.constexpr):
     """Copy a row to shared memory `[steps, pieces, block]`, past registers, and wait for it."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     AT_ONCE: gl.constexpr = find_largest_power(STEPS)
@@ -126,7 +126,7 @@ def packed_row_registers(
         scales = made._reinterpret(gl.int32, [EACH, PIECES, BLOCK_N, 4], LINES)  # noqa: SLF001
     if PDL:
         gdc_wait()
-    row = _copy_row(x_ptr, EACH, PIECES, FORM.block, num_warps)
+    row = copy_row(x_ptr, EACH, PIECES, FORM.block, num_warps)
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
     for step in range(0, EACH - AHEAD, AHEAD):
         coming = ()
