@@ -27,12 +27,16 @@ class AnswerConnection(HttpConnection):
     """One connection of a load, and the answer that arrives on it (`sse_client.StreamedAnswer`).
 
     clock: returns the time at which data came. silence_s: seconds without a byte after which a request fails. arrived:
-    the time at which the part that was read last came.
+    the time at which the part that was read last came. is_stale: the server closed the connection after an earlier
+    answer, and nothing came for the last request.
     """
 
     clock: Callable[[], float]
     silence_s: float
     arrived: float = field(default=0.0, init=False)
+    is_stale: bool = field(default=False, init=False)
+    _sent: int = field(default=0, init=False)  # requests
+    _is_answered: bool = field(default=False, init=False)  # a byte came since the last request
     _parts: deque[tuple[float, bytes]] = field(factory=deque, init=False)
     _last_s: float = field(default=0.0, init=False)  # of the loop's clock, when a byte came or the request was sent
     _watch: asyncio.TimerHandle | None = field(default=None, init=False)
@@ -44,6 +48,8 @@ class AnswerConnection(HttpConnection):
     async def send(self, request: bytes) -> None:
         """Send a request, and wait for the head of its answer. Raises StreamBroken."""
         self._parts.clear()
+        self._sent += 1
+        self._is_answered = False
         self.begin_request([request])
         self._last_s = asyncio.get_running_loop().time()
         self._check_silence()
@@ -71,6 +77,7 @@ class AnswerConnection(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         self._last_s = asyncio.get_running_loop().time()
+        self._is_answered = True
         super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -79,6 +86,7 @@ class AnswerConnection(HttpConnection):
             self.is_complete = True
         elif not self.is_lost:
             self._reason = CUT
+            self.is_stale = self._sent > 1 and not self._is_answered
         super().connection_lost(error)
 
     def stop_watch(self) -> None:
@@ -113,9 +121,17 @@ class AnswerConnections:
     async def post(self, path: str, content: bytes) -> AsyncIterator[AnswerConnection]:
         """Send JSON, and give the block the answer when its head has come. Raises StreamBroken."""
         url = urlsplit(self.base)
+        request = self._write_head(url, path, len(content)) + content
         connection = await self._open(url)
         try:
-            await connection.send(self._write_head(url, path, len(content)) + content)
+            try:
+                await connection.send(request)
+            except StreamBroken:
+                if not connection.is_stale:
+                    raise
+                # llama.cpp closes a connection after each stream, although its head says that it stays open.
+                connection = await self._connect(url)
+                await connection.send(request)
             yield connection
         finally:
             connection.stop_watch()
@@ -135,6 +151,9 @@ class AnswerConnections:
             if connection.can_be_reused:
                 return connection
             connection.close()
+        return await self._connect(url)
+
+    async def _connect(self, url: SplitResult) -> AnswerConnection:
         tls = ssl.create_default_context() if url.scheme == "https" else None
         address = url.hostname or "", url.port or (443 if tls else 80)
         loop = asyncio.get_running_loop()
