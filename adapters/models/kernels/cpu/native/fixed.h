@@ -116,7 +116,8 @@ static inline __attribute__((always_inline)) FOR_FIXED void ON(fixed_tile)(
 #ifdef ALL_OF
 // One row with one panel of four bits. A step of a pair lies in bits 0, 4, 8 or 12 of its half of a word. The first three
 // are multiplied where they lie, which saves shifts; their sums are 1, 16 and 256 times what they should be. The sum of
-// FOLDED terms stays below 2^31: 8 products of 15 * 256 and 2^15.
+// FOLDED terms stays below 2^31: 8 products of 15 * 256 and 2^15. A weight of Q4_K takes 15 to 20 % less with AVX-512 and 20 to
+// 28 % less with AVX2, and a whole decode step of Q4_K_M 10 % less (Xeon with AMX, one thread).
 #define FOLDED 32
 static inline __attribute__((always_inline)) FOR_FIXED void ON(row_of_four)(
     const packed_t *form, const int16_t *x, const char *w, long spans, float *sums, const int unit, int on, const fixed_t *of
