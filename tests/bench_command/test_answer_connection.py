@@ -80,6 +80,20 @@ def test_answers_are_whole_however_they_are_cut_and_the_connection_stays_open(an
     assert b"\r\nAuthorization: x\r\n\r\n{}" in head
 
 
+def test_a_connection_that_was_closed_after_its_answer_is_opened_again() -> None:
+    peer = AnsweringPeer(CHUNKED + CHUNKS, closes=True)
+    assert anyio.run(peer.ask, 3) == [(200, BODY)] * 3
+    assert peer.connections == 3
+    assert len(peer.requests) == 3
+
+
+def test_a_first_request_is_not_sent_again() -> None:
+    peer = AnsweringPeer(b"", closes=True)
+    with pytest.raises(StreamBroken, match=CUT):
+        anyio.run(peer.ask)
+    assert len(peer.requests) == 1
+
+
 def test_an_answer_up_to_the_end_of_its_connection_is_whole() -> None:
     peer = AnsweringPeer(OK + b"\r\n" + BODY, closes=True)
     assert anyio.run(peer.ask, 2) == [(200, BODY)] * 2

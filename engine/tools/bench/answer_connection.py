@@ -29,12 +29,16 @@ class AnswerConnection(HttpConnection):
     """One connection of a load, and the answer that arrives on it (`sse_client.StreamedAnswer`).
 
     clock: returns the time at which data came. silence_s: seconds without a byte after which a request fails. arrived:
-    the time at which the part that was read last came.
+    the time at which the part that was read last came. is_stale: the server closed the connection after an earlier
+    answer, and nothing came for the last request.
     """
 
     clock: Callable[[], float]
     silence_s: float
     arrived: float = field(default=0.0, init=False)
+    is_stale: bool = field(default=False, init=False)
+    _sent: int = field(default=0, init=False)  # requests
+    _is_answered: bool = field(default=False, init=False)  # a byte came since the last request
     _parts: deque[tuple[float, bytes]] = field(factory=deque, init=False)
     _last_s: float = field(default=0.0, init=False)  # of the loop's clock, when a byte came or the request was sent
     _watch: asyncio.TimerHandle | None = field(default=None, init=False)
@@ -45,6 +49,8 @@ class AnswerConnection(HttpConnection):
 
     async def send(self, request: bytes) -> None:
         """Send a request, and wait for the head of its answer. Raises StreamBroken."""
+        self._sent += 1
+        self._is_answered = False
         self.begin_request([request])
         self._last_s = asyncio.get_running_loop().time()
         self._check_silence()
@@ -76,15 +82,18 @@ class AnswerConnection(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         self._last_s = asyncio.get_running_loop().time()
+        self._is_answered = True
         super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.stop_watch()
-        if not self.is_lost and error is None:
-            if self.has_head and LENGTHS.isdisjoint(name for name, _ in self.headers):
-                self.is_complete = True
-            else:
-                self._reason = CUT
+        if not self.is_lost:
+            self.is_stale = self._sent > 1 and not self._is_answered
+            if error is None:
+                if self.has_head and LENGTHS.isdisjoint(name for name, _ in self.headers):
+                    self.is_complete = True
+                else:
+                    self._reason = CUT
         super().connection_lost(error)
 
     def stop_watch(self) -> None:
@@ -123,9 +132,17 @@ class AnswerConnections:
     async def post(self, path: str, content: bytes) -> AsyncIterator[AnswerConnection]:
         """Send JSON, and give the block the answer when its head has come. Raises StreamBroken."""
         url = urlsplit(self.base)
+        request = self._write_head(url, path, len(content)) + content
         connection = await self._open(url)
         try:
-            await connection.send(self._write_head(url, path, len(content)) + content)
+            try:
+                await connection.send(request)
+            except StreamBroken:
+                if not connection.is_stale:
+                    raise
+                # llama.cpp closes a connection after each stream, although its head says that it stays open.
+                connection = await self._connect(url)
+                await connection.send(request)
             yield connection
         finally:
             connection.stop_watch()
@@ -145,6 +162,9 @@ class AnswerConnections:
             if connection.can_be_reused:
                 return connection
             connection.close()
+        return await self._connect(url)
+
+    async def _connect(self, url: SplitResult) -> AnswerConnection:
         address = url.hostname or "", url.port or (443 if self._tls else 80)
         loop = asyncio.get_running_loop()
         try:

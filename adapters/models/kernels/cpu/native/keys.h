@@ -220,4 +220,8 @@ static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(n
 #undef PLACED
 #undef SPREAD_WORD
 #undef WHOLE
+#undef ALL_OF
+#undef TOPS
+#undef ADDED
+#undef DOWN
 #undef FIXED_TILES

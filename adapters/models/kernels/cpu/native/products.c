@@ -233,6 +233,10 @@ static inline plain_t plain_whole(words_t words) {
 #define PLACED(words, high, places) _mm256_shuffle_epi8(places, _mm256_and_si256(_mm256_srli_epi16(words, 4 * (high)), _mm256_set1_epi8(15)))
 #define SPREAD_WORD _mm256_set1_epi32
 #define WHOLE _mm256_cvtepi32_ps
+#define ALL_OF(words, mask) _mm256_and_si256(words, _mm256_set1_epi32(mask))
+#define TOPS(words) _mm256_srli_epi16(words, 12)
+#define ADDED _mm256_add_epi32
+#define DOWN _mm256_srai_epi32
 #define FIXED_TILES ON_TILE(4, 1) ON_TILE(1, 2)
 #include "tiles.h"
 #include "steps.h"
@@ -292,6 +296,10 @@ static inline plain_t plain_whole(words_t words) {
 #define PLACED(words, high, places) _mm512_shuffle_epi8(places, _mm512_and_si512(_mm512_srli_epi16(words, 4 * (high)), _mm512_set1_epi8(15)))
 #define SPREAD_WORD _mm512_set1_epi32
 #define WHOLE _mm512_cvtepi32_ps
+#define ALL_OF(words, mask) _mm512_and_si512(words, _mm512_set1_epi32(mask))
+#define TOPS(words) _mm512_srli_epi16(words, 12)
+#define ADDED _mm512_add_epi32
+#define DOWN _mm512_srai_epi32
 #define FIXED_TILES ON_TILE(12, 1) ON_TILE(4, 2) ON_TILE(1, 4)
 #include "tiles.h"
 #include "steps.h"

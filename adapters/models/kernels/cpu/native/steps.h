@@ -11,16 +11,29 @@ static inline __attribute__((always_inline)) FOR V ON(scales)(const char *at, lo
     return kind == HALVES_16 ? HALF_FLOATS(at + 2 * from) : kind == BRAINS_16 ? BRAIN_FLOATS(at + 2 * from) : LOAD((const float *)at + from);
 }
 
-// Of LANES outputs of a group: what steps are multiplied with, and what is subtracted of each.
-static inline __attribute__((always_inline)) FOR void ON(levels)(
-    const packed_t *form, const char *outer, const char *inner, long lane, V *scale, V *least
+// Of LANES outputs: what steps are multiplied with, and what is subtracted of each, before the factors of a group.
+static inline __attribute__((always_inline)) FOR void ON(outer_levels)(
+    const packed_t *form, const char *outer, long lane, V *scale, V *least
 ) {
     const V first = ON(scales)(outer, lane, form->scale);
     const char *const second = outer + (form->scale == FLOATS_32 ? 128 : 64);
     *scale = form->kind == EIGHT_FLOATING ? MUL(first, SPREAD(256.0f)) : first;
-    if (form->inner) *scale = MUL(*scale, BYTES(inner + lane));
     *least = form->least == OWN || form->least == ALONE ? ON(scales)(second, lane, form->scale) : first;
+}
+
+// The same with the factors of a group.
+static inline __attribute__((always_inline)) FOR void ON(inner_levels)(
+    const packed_t *form, const char *inner, long lane, V *scale, V *least
+) {
+    if (form->inner) *scale = MUL(*scale, BYTES(inner + lane));
     if (form->least == OWN || form->least == OF_SCALE) *least = MUL(*least, BYTES(inner + (form->inner ? 32 : 0) + lane));
+}
+
+static inline __attribute__((always_inline)) FOR void ON(levels)(
+    const packed_t *form, const char *outer, const char *inner, long lane, V *scale, V *least
+) {
+    ON(outer_levels)(form, outer, lane, scale, least);
+    ON(inner_levels)(form, inner, lane, scale, least);
 }
 
 // Bytes of what stands before the groups of a record, and before the steps of a group.
