@@ -85,7 +85,7 @@ def test_a_machine_that_is_busy_now_and_then_proves_the_same_plan(
 
 @pytest.mark.parametrize(
     ("products", "packed"),
-    [(PACKED, {EIGHT}), (evolve(PACKED, small=True), set()), (evolve(PACKED, unpacked=False), {EIGHT, FOUR})],
+    [(PACKED, {EIGHT}), (evolve(PACKED, small=True), {EIGHT, FOUR}), (evolve(PACKED, unpacked=False), {EIGHT, FOUR})],
     ids=["large", "small", "no memory to unpack"],
 )
 @pytest.mark.parametrize("dtype", [BRAIN, torch.float32])

@@ -204,12 +204,11 @@ class ProductPlan:
 def is_unpacked(products: Products, layout: StepLayout) -> bool:
     """Return whether a processor with tiles multiplies packed weights of this layout unpacked.
 
-    Tiles make up for the larger weights: a chunk and 32 steps mostly took .4 to .8 of the time, least with steps of
-    four bits.
-    Steps of 8 bits stay packed in large models, whose decode steps read memory, not caches. A measured time may not
-    decide, because both have other bits.
+    In large models, tiles make up for the larger weights where steps have four bits: a chunk and 32 decode steps take
+    about half of the time. With steps of 8 bits less is gained. In small models decode steps lose as much as prompts
+    gain. A measured time may not decide, because both have other bits.
     """
-    return products.unpacked and (products.small or layout.steps in TABLES)
+    return products.unpacked and not products.small and layout.steps in TABLES
 
 
 def list_batched_products(delta: DeltaShape) -> tuple[tuple[int, int, int], ...]:
