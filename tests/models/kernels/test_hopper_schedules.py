@@ -417,14 +417,15 @@ def multiply_few_rows(few, rows, dtype, grid, tile, **constants):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", range(2))
-def test_products_in_pieces_add_a_chain_of_each_piece(pieces, seed):
+@pytest.mark.parametrize(("seed", "programs"), [(0, 4), (1, 3), (2, 1)])
+def test_products_in_pieces_add_a_chain_of_each_piece(pieces, seed, programs):
+    """The last piece has one step. A program has a tile, two of them, or all."""
     rows, outputs, depth, piece = 150, 90, 448, 128
     x, w = normal(rows, depth, seed=1 + seed), normal(outputs, depth, seed=5 + seed, scale=0.1)
     out = torch.full((rows, outputs), float("nan"), dtype=BF16)
     launch(
-        pieces.linear_pieces, (4,), seed, Descriptor(x, (128, 64)), Descriptor(w, (64, 64)), Pointer(out), rows,
-        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True,
+        pieces.linear_pieces, (programs,), seed, Descriptor(x, (128, 64)), Descriptor(w, (64, 64)), Pointer(out), rows,
+        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PIECES=4, PDL=True,
     )  # fmt: skip
     total = torch.zeros(rows, outputs)
     for first in range(0, depth, piece):

@@ -110,10 +110,11 @@ class CudaProducts:
         (count, depth) = x.shape
         columns = w.shape[0]
         tile = choose_tile_in_pieces(x.dtype, self.shared)
-        grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
+        grid = (min(count_parts(count, tile.rows) * count_parts(columns, tile.columns), self.processors),)
         descriptors = describe_blocks(x, tile.rows, tile.depth), describe_blocks(w, tile.columns, tile.depth)
         sizes = (count, columns, depth, piece, out.stride(0))
         options = launch_options(4, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
+        options["PIECES"] = count_parts(depth, piece)
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
     def _multiply_fitted(self, x: Tensor, w: Tensor, out: Tensor) -> None:
