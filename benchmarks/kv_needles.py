@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -77,7 +78,11 @@ async def measure(given: argparse.Namespace) -> None:
     ]
     rows, first = list[dict[str, Any]](), list[Tokens]()
     forms = [(model, name) for model in given.models for name in re.split(r",(?!v=)", given.kv_dtypes)]
+    started = time.monotonic()
     for model, name in forms:
+        if given.limit and time.monotonic() - started > given.limit:
+            print(f"no time left for {Path(model).stem}, {name}", flush=True)
+            continue
         answers, right = await ask_numbers(build_options(**base, model=model, kv_dtype=name), texts, text)
         first = first or answers
         for length in dict.fromkeys(one.length for one in texts):
@@ -110,6 +115,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["demo"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=0, help="seconds after which no further form begins; 0: none")
     anyio.run(measure, parser.parse_args())
 
 
