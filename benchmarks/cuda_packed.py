@@ -1,27 +1,28 @@
 """Models of packed random weights on CUDA: decoding against the limit of its bytes, prefill against bf16.
 
-    python -m benchmarks.cuda_packed [--record] [--shape 8b|30b-a3b] [--layers 36] [--chunk 1024]
-        [--formats q4_k awq fp8 fp8_kept q8_0]
+    python -m benchmarks.cuda_packed [--record] [--shape 8b|30b-a3b] [--layers 36] [--chunk 2048]
+        [--formats q4_k awq fp8 fp8_kept q8_0] [--rounds 9] [--only-prefill]
 
-This measures what `benchmarks.cuda_model` does, first for weights in bf16 and then for each format. Q4_K has a head in
+This measures what `benchmarks.cuda_model` does, for weights in bf16 and in each format. Q4_K has a head in
 Q6_K, as files have it. AWQ and FP8 have a head in bf16, as folders have it. `fp8` rounds rows to FP8 as well,
 `fp8_kept` keeps them. A token reads all weights but the embedding, with their scales, and keys and values; of experts,
 only those that its row goes through. The limit is these bytes over the best bandwidth of the run. `fetched`: the host
 fetches each token before the next step begins. `queued`: tokens stay on the device and steps are launched ahead, as a
 server does. `benchmarks.packed_served` measures servers. `exact` says whether rows have the same bits at every bucket.
-Prefill is the best of three runs of 8,192 tokens in chunks.
+Prefill is the median of rounds of 8,192 tokens in chunks. All models are loaded then, and each round asks all of them,
+because a device at its limit of power becomes slower as it gets warm. --only-prefill measures nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.config.dense_config import DenseConfig
@@ -47,7 +48,7 @@ from benchmarks.cuda_model import (
     wide_steps,
 )
 from benchmarks.results import Figure, Goal, name_shape, publish
-from benchmarks.tables import print_table
+from benchmarks.tables import median, print_table
 from engine.loading.memory.packed_estimate import list_packed_tensors
 
 HEAD = "lm_head.weight"
@@ -61,6 +62,7 @@ LAYERS: Mapping[str, StepLayout] = {
 HEADS: Mapping[str, StepLayout] = {"q4_k": StepLayout("int8", 16, per=16, inner=True), "q8_0": LAYERS["q8_0"]}
 CONTEXT = 2048
 LONG = 8192
+WARMING = 2  # rounds of prefills that compile kernels and record graphs
 
 
 def config_30b_a3b(layers: int, positions: int) -> DenseConfig:
@@ -91,54 +93,64 @@ def count_idle_bytes(config: DenseConfig, layouts: Mapping[str, StepLayout]) -> 
     return whole - whole * config.experts.chosen // config.experts.count
 
 
-def measured(name: str, args: argparse.Namespace, speed: float) -> dict[str, Any]:
+@frozen
+class LoadedModel:
+    """A model of one format. bytes: that a token behind CONTEXT tokens reads."""
+
+    shard: DenseShard
+    buckets: tuple[int, ...]
+    bytes: int
+
+
+def load_model(name: str, args: argparse.Namespace) -> LoadedModel:
     buckets = buckets_of(list_buckets(DEVICE), args.chunk)
     config = SHAPES[args.shape](args.layers, LONG + 1024)
     layouts = laid_out(config, name)
     weights = RandomWeights(config, 0, DEVICE, DTYPE, layouts=layouts)
     how: dict[str, Any] = {"slots": 1, "capacity": config.max_positions, "buckets": buckets}
     shard = DenseShard(config, weights, TritonKernels(DEVICE), ShardPlacement(device=DEVICE, dtype=DTYPE, **how))
+    idle = count_idle_bytes(config, layouts) + config.vocab_size * config.hidden_size * DTYPE.itemsize
+    size = shard.memory()["weights"] - idle + CONTEXT * config.kv_bytes_per_token(DTYPE)
+    return LoadedModel(shard, buckets, size)
+
+
+def measure_prefills(models: Mapping[str, LoadedModel], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of each round, of each model. Rounds begin with the first and the last model in turn."""
     tokens = torch.randint(0, VOCABULARY, (LONG,), device=DEVICE)
-    for _ in range(2):
-        prefill(shard, tokens[: 2 * args.chunk], args.chunk)
-    long = min(seconds(partial(prefill, shard, tokens, args.chunk)) for _ in range(3))
-    embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
-    size = (
-        shard.memory()["weights"]
-        - count_idle_bytes(config, layouts)
-        - embedding
-        + CONTEXT * config.kv_bytes_per_token(DTYPE)
-    )
-    each = min(decode(shard, CONTEXT, 60, fetch=True) for _ in range(3))
-    queued = min(decode(shard, CONTEXT, 60, fetch=False) for _ in range(3))
-    found = {
-        "bytes": size,
-        "decode": each,
-        "queued": queued,
-        "share": size / speed / each,
-        "queued share": size / speed / queued,
-        "prefill": long,
-        "wide": wide_steps(shard, CONTEXT, (16, 32, 64, 128, 256)),
-        "exact": buckets_are_exact(shard, buckets),
-    }
-    shard.close()
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(-WARMING, args.rounds):
+        for name in list(models)[:: -1 if number % 2 else 1]:
+            took = seconds(partial(prefill, models[name].shard, tokens, args.chunk))
+            if number >= 0:
+                found[name].append(took)
     return found
 
 
-def shown(name: str, found: Mapping[str, Any], plain: float) -> dict[str, Any]:
-    """plain: seconds of a prefill in bf16."""
+def measure_steps(model: LoadedModel, speed: float) -> dict[str, Any]:
+    """Measure steps of few rows. speed: bytes a second of the device."""
+    shard = model.shard
+    each = min(decode(shard, CONTEXT, 60, fetch=True) for _ in range(3))
+    queued = min(decode(shard, CONTEXT, 60, fetch=False) for _ in range(3))
     return {
-        "weights": name,
-        "GB a token": found["bytes"] / 1e9,
-        "ms fetched": found["decode"] * 1e3,
-        "ms queued": found["queued"] * 1e3,
-        "fetched, of the limit": found["share"],
-        "queued, of the limit": found["queued share"],
-        "prefill s": found["prefill"],
-        "of bf16's speed": plain / found["prefill"],
-        "exact": found["exact"],
-        **{f"ms, {bucket} rows": took * 1e3 for bucket, took in found["wide"].items()},
+        "decode": each,
+        "queued": queued,
+        "share": model.bytes / speed / each,
+        "queued share": model.bytes / speed / queued,
+        "wide": wide_steps(shard, CONTEXT, (16, 32, 64, 128, 256)),
+        "exact": buckets_are_exact(shard, model.buckets),
     }
+
+
+def make_row(name: str, found: Mapping[str, Any], plain: float) -> dict[str, Any]:
+    """plain: seconds of a prefill in bf16."""
+    took = median(found["prefills"])
+    row = {"weights": name, "GB a token": found["bytes"] / 1e9, "prefill s": took, "of bf16's speed": plain / took}
+    if "decode" in found:
+        row |= {"ms fetched": found["decode"] * 1e3, "ms queued": found["queued"] * 1e3}
+        row |= {"fetched, of the limit": found["share"], "queued, of the limit": found["queued share"]}
+        row |= {"exact": found["exact"]}
+        row |= {f"ms, {bucket} rows": step * 1e3 for bucket, step in found["wide"].items()}
+    return row
 
 
 def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
@@ -153,17 +165,24 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--formats", nargs="+", choices=LAYERS, default=[*LAYERS])
+    parser.add_argument("--rounds", type=int, default=9, help="of prefills")
+    parser.add_argument("--only-prefill", action="store_true", help="measure no steps of few rows")
     args = parser.parse_args()
-    speeds, found = bandwidth(), dict[str, dict[str, Any]]()
-    for name in ("bf16", *args.formats):
-        gc.collect()
-        torch.cuda.empty_cache()
-        found[name] = measured(name, args, max(speeds.values()))
-    plain = found["bf16"]["prefill"]
+    speeds = bandwidth()
+    torch.cuda.empty_cache()
+    models = {name: load_model(name, args) for name in ("bf16", *args.formats)}
+    prefills = measure_prefills(models, args)
+    found = dict[str, dict[str, Any]]()
+    for name, model in models.items():
+        found[name] = {"bytes": model.bytes, "prefills": prefills[name]}
+        if not args.only_prefill:
+            found[name] |= measure_steps(model, max(speeds.values()))
+        model.shard.close()
+    plain = median(prefills["bf16"])
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {max(speeds.values()) / 1e12:.2f} TB/s"
-    rows = [shown(name, one, plain) for name, one in found.items()]
+    rows = [make_row(name, one, plain) for name, one in found.items()]
     print_table(title, rows)
     publish(args, "cuda_packed", {"bandwidth": speeds} | found, make_figures(rows, args.shape))
 

@@ -88,21 +88,28 @@ def make_figure(found: Mapping[str, FormatFindings], device: str) -> Figure:
 
 
 def measure_all(given: argparse.Namespace) -> dict[str, FormatFindings]:
-    """Return the findings by the names of the models, in the order in which they are named."""
+    """Return the findings by the names of the models, in the order in which they are named. Ctrl-C ends the models that
+    are being measured. The findings are then those of the others.
+    """
     started = time.monotonic()
+    done = dict[Path, FormatFindings]()
 
-    def measure(model: Path) -> FormatFindings | None:
+    def measure(model: Path) -> None:
         if given.limit and time.monotonic() - started > given.limit:
             print(f"no time left for {model.name}", flush=True)
-            return None
-        return measure_model(model, asked, given)
+        elif (found := measure_model(model, asked, given)) is not None:
+            done[model] = found
 
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "prompts.json"
         asked.write_text(json.dumps(draw_prompts(given.prompts, given.longest)))
         with ThreadPoolExecutor(given.at_once) as pool:
-            found = zip(given.models, pool.map(measure, given.models), strict=True)
-            return {model.stem: one for model, one in found if one is not None}
+            try:
+                list(pool.map(measure, given.models))
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                print("interrupted: these are the findings so far", flush=True)
+    return {model.stem: done[model] for model in given.models if model in done}
 
 
 def parse_options() -> argparse.Namespace:
