@@ -94,7 +94,7 @@ def count_idle_bytes(config: DenseConfig, layouts: Mapping[str, StepLayout]) -> 
 
 
 @frozen
-class PackedModel:
+class MeasuredModel:
     """A model of one format. bytes: that a token behind CONTEXT tokens reads."""
 
     shard: DenseShard
@@ -102,7 +102,7 @@ class PackedModel:
     bytes: int
 
 
-def load_model(name: str, args: argparse.Namespace) -> PackedModel:
+def load_model(name: str, args: argparse.Namespace) -> MeasuredModel:
     buckets = buckets_of(list_buckets(DEVICE), args.chunk)
     config = SHAPES[args.shape](args.layers, LONG + 1024)
     layouts = laid_out(config, name)
@@ -111,10 +111,10 @@ def load_model(name: str, args: argparse.Namespace) -> PackedModel:
     shard = DenseShard(config, weights, TritonKernels(DEVICE), ShardPlacement(device=DEVICE, dtype=DTYPE, **how))
     idle = count_idle_bytes(config, layouts) + config.vocab_size * config.hidden_size * DTYPE.itemsize
     size = shard.memory()["weights"] - idle + CONTEXT * config.kv_bytes_per_token(DTYPE)
-    return PackedModel(shard, buckets, size)
+    return MeasuredModel(shard, buckets, size)
 
 
-def measure_prefills(models: Mapping[str, PackedModel], args: argparse.Namespace) -> dict[str, list[float]]:
+def measure_prefills(models: Mapping[str, MeasuredModel], args: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of each round, of each model. Rounds begin with the first and the last model in turn."""
     tokens = torch.randint(0, VOCABULARY, (LONG,), device=DEVICE)
     found: dict[str, list[float]] = {name: [] for name in models}
@@ -126,7 +126,7 @@ def measure_prefills(models: Mapping[str, PackedModel], args: argparse.Namespace
     return found
 
 
-def measure_steps(model: PackedModel, speed: float) -> dict[str, Any]:
+def measure_steps(model: MeasuredModel, speed: float) -> dict[str, Any]:
     """Measure steps of few rows. speed: bytes a second of the device."""
     shard = model.shard
     each = min(decode(shard, CONTEXT, 60, fetch=True) for _ in range(3))
