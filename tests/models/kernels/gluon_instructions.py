@@ -86,8 +86,8 @@ def multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
 
 def take_of_lane(number: Tensor, lane: Tensor, _window: Tensor, _mask: Tensor) -> Tensor:
     """What another lane of the same four has. Lanes are the last dimension but one."""
-    shape = torch.broadcast_shapes(number.shape, lane.shape)
-    return torch.take_along_dim(number.expand(shape), lane.expand(shape), -2)
+    lane = lane + torch.zeros_like(number)  # in the shape of both
+    return torch.take_along_dim(number + torch.zeros_like(lane), lane, -2)
 
 
 INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
