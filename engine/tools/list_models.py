@@ -138,7 +138,7 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         dtype=shorten_dtype(dtype),
         kv_dtype=read_row_types(options.weights.kv_dtype, dtype).name,
         limit=config.max_positions,
-        **attrs.asdict(fit),
+        **attrs.asdict(fit, filter=lambda attribute, _: attribute.name != "spare"),
         token=sum(need.row - need.own for need in asked),
         draft_token=sum(need.own for need in asked),
         state=sum(need.state for need in asked),
