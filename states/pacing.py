@@ -29,9 +29,9 @@ A snapshot's gate has three phases:
       ^                                            |                                          |
       +---------(a first token is pending)---------+------------------------------------------+
 
-A new gate leaves `giving_way` in the same event if no first token is pending. A gate is `copying` at once while a
-request waits for a slot or for pages, because the snapshot holds that request up, and if half of the spare slots are
-taken (`slots.hurries_snapshots`). Then it waits for host memory no longer than it would take to compute its rows again.
+A new gate leaves `giving_way` in the same event if no first token is pending. A gate is `copying` at once in two
+cases (`slots.hurries_snapshots`): a request waits for a slot or for pages, which the snapshot has, or half of the
+spare slots are taken. Then it waits for host memory no longer than it would take to compute its rows again.
 A client often sends its next request as soon as an answer ends: `settling` waits for that. The timer
 `snapshot_patience` starts when the gate gives way to a first token for the first time. When it has elapsed, the gate
 stays `copying`.
